@@ -1,0 +1,3 @@
+"""Surprisal-weighted latent disentanglement of language models in JAX."""
+
+__version__ = "0.1.0"

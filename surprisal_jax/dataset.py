@@ -1,0 +1,67 @@
+"""A run's data as the models read it: records of all splits, one vocabulary, padded arrays, and an identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+from surprisal_jax.config import ExperimentConfig
+from surprisal_jax.data import SPLITS, Record, generate_records, read_splits
+from surprisal_jax.sequences import Vocabulary, build_sequences, tokenize
+from surprisal_jax.tasks import Task, get_task
+from surprisal_jax.tasks.lookup import LookupTask
+
+#: Part of every identity below: raise it when records, templates or arrays change their meaning.
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """All splits, one after another; row n of every array is record n."""
+
+    records: tuple[Record, ...]
+    rows: Mapping[str, np.ndarray]  # split -> its rows
+    vocabulary: Vocabulary
+    arrays: Mapping[str, np.ndarray]  # the fields of SequenceArrays
+    task: Task
+    tokenization: str
+    identity: str  # sha256 over everything training can see: never the strategies
+
+    def split_records(self, split: str) -> list[Record]:
+        return [self.records[row] for row in self.rows[split]]
+
+
+def load_dataset(config: ExperimentConfig) -> Dataset:
+    """Generate the task's records, or read the user's file, and turn them into arrays.
+
+    Raises:
+      InputError: what is wrong with the file or the sizes asked for, in one line.
+    """
+    if config.data.path is None:
+        task = get_task(str(config.task))
+        splits = generate_records(task, config.data, config.effective_data_seed)
+        return make_dataset(splits, task, config)
+    splits = read_splits(config.data.path, config.data)
+    records = [record for split in SPLITS for record in splits[split]]
+    named = get_task(config.task) if config.task is not None else LookupTask(records, config.data.tokenization)
+    return make_dataset(splits, named, config)
+
+
+def make_dataset(splits: Mapping[str, list[Record]], task: Task, config: ExperimentConfig) -> Dataset:
+    """Arrays of one width for all splits, so that each program is compiled once."""
+    records = tuple(record for split in SPLITS for record in splits[split])
+    bounds = np.cumsum([0, *(len(splits[split]) for split in SPLITS)])
+    rows = {split: np.arange(bounds[i], bounds[i + 1], dtype=np.int32) for i, split in enumerate(SPLITS)}
+    tokenization = config.data.tokenization
+    texts = [(tokenize(record.x, tokenization), tokenize(record.y, tokenization)) for record in records]
+    vocabulary = Vocabulary.from_texts((text for pair in texts for text in pair), config.num_latents)
+    sequences = build_sequences([(vocabulary.encode(x), vocabulary.encode(y)) for x, y in texts], vocabulary)
+    visible = [{**asdict(record), "strategy": None} for record in records]
+    content = [FORMAT_VERSION, tokenization, vocabulary.tokens, bounds.tolist(), visible]
+    identity = hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
+    arrays = {field.name: getattr(sequences, field.name) for field in fields(sequences)}
+    return Dataset(records, rows, vocabulary, arrays, task, tokenization, identity)

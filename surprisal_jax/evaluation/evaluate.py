@@ -1,0 +1,353 @@
+"""The evaluate stage: decode under every forced latent, read the posterior, and fill every name of `summary.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from surprisal_jax import losses
+from surprisal_jax.config import ExperimentConfig
+from surprisal_jax.data import evaluation_rows, gather
+from surprisal_jax.dataset import Dataset
+from surprisal_jax.evaluation import alignment
+from surprisal_jax.evaluation.decode import greedy_decode
+from surprisal_jax.sequences import detokenize, tokenize
+from surprisal_jax.evaluation.report import write_latents_by_strategies, write_token_heat_map, write_training_curves
+from surprisal_jax.training.progress import StageLog
+from surprisal_jax.training.sharding import compile_over_data, put_batch
+from surprisal_jax.training.stages import EVALUATION_BATCH
+from surprisal_jax.training.step import Evaluation, Hyperparameters, LatentStep
+
+@dataclass(frozen=True)
+class Trained:
+    """What the evaluation is given: the model, its parameters on the mesh, and the scores of every record."""
+
+    step: LatentStep
+    params: Mapping[str, Any]
+    hyperparameters: Hyperparameters
+    scores: np.ndarray
+    mesh: Mesh
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """Decoded texts of N distinct x under K forced latents."""
+
+    xs: list[str]
+    outputs: list[list[str]]  # [N][K]
+    log_router: np.ndarray  # [N, K]
+
+
+def evaluate_records(
+    trained: Trained, dataset: Dataset, rows: np.ndarray, report: Callable[[int], None] = lambda done: None
+) -> Evaluation:
+    """`LatentStep.evaluate` over the given rows, as host arrays in their order."""
+    arrays = {**dataset.arrays, "base_token_nll": trained.scores}
+    compiled = compile_over_data(trained.step.evaluate, trained.mesh, batched=(False, True, False))
+    parts = []
+    for batch_rows in evaluation_rows(rows[:, None], EVALUATION_BATCH):
+        batch = put_batch(gather(arrays, batch_rows), trained.mesh)
+        parts.append(jax.device_get(compiled(trained.params, batch, trained.hyperparameters)))
+        report(1)
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
+    assert isinstance(joined, Evaluation)
+    return joined
+
+
+def decode_forced_latents(
+    trained: Trained, dataset: Dataset, limit: int, report: Callable[[int], None] = lambda done: None
+) -> Decodes:
+    """Greedy decodes of the first `limit` distinct x of the test split under every latent."""
+    first_rows: dict[str, int] = {}
+    for row in dataset.rows["test"]:
+        first_rows.setdefault(dataset.records[row].x, int(row))
+    rows = np.asarray(list(first_rows.values())[:limit], np.int32)
+    vocabulary = dataset.vocabulary
+    prompts = {name: dataset.arrays[name] for name in ("prefix_tokens", "prefix_lengths")}
+    decode = partial(
+        greedy_decode,
+        trained.step.decoder,
+        latent_ids=trained.step.latent_ids,
+        forced_ids=vocabulary.encode(["</z>", "<y>"]),
+        eos_id=vocabulary.id("<eos>"),
+        max_new_tokens=dataset.arrays["suffix_tokens"].shape[1],
+    )
+    compiled = compile_over_data(decode, trained.mesh, batched=(False, True, True))
+    outputs: list[list[str]] = []
+    log_router = []
+    for batch_rows in evaluation_rows(rows[:, None], EVALUATION_BATCH):
+        batch = put_batch(gather(prompts, batch_rows), trained.mesh)
+        tokens, router = jax.device_get(
+            compiled(trained.params["model"], batch["prefix_tokens"], batch["prefix_lengths"])
+        )
+        counted = batch_rows >= 0
+        log_router.append(router[counted])
+        outputs.extend([[_text(branch, dataset) for branch in branches] for branches in tokens[counted]])
+        report(1)
+    return Decodes([dataset.records[row].x for row in rows], outputs, np.concatenate(log_router))
+
+
+def _text(tokens: np.ndarray, dataset: Dataset) -> str:
+    """The text before `</y>`; without one everything stays, tags and all, and fits nothing."""
+    words = dataset.vocabulary.decode(tokens)
+    return detokenize(words[: words.index("</y>")] if "</y>" in words else words, dataset.tokenization)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The numbers, and what the pictures show."""
+
+    metrics: dict[str, float | None]
+    intervals: dict[str, tuple[float, float] | None]
+    mapping: alignment.LatentMap | None
+    table: np.ndarray | None  # [K, S], mean credit
+    test_weighting: losses.TokenWeighting
+
+    def latent_strategies(self, strategies: tuple[str, ...]) -> dict[str, str]:
+        """What each mapped latent means."""
+        return {str(latent): strategies[s] for latent, s in self.mapping or ()}
+
+
+def evaluate_run(
+    config: ExperimentConfig,
+    dataset: Dataset,
+    trained: Trained,
+    weighting: Mapping[str, float | None],
+    c_base: float,
+    directory: Path,
+) -> Report:
+    """Decode, read the posterior, measure; with a progress bar of its own."""
+    test, validation = dataset.rows["test"], dataset.rows["validation"]
+    instances = min(config.data.test_instances, len({dataset.records[row].x for row in test}))
+    total = sum(-(-count // EVALUATION_BATCH) for count in (instances, len(test), len(validation)))
+    with StageLog("evaluate", total, 0, directory, log_every=1) as log:
+        done = 0
+
+        def report(batches: int) -> None:
+            nonlocal done
+            done += batches
+            log.log(done, {})
+
+        decodes = decode_forced_latents(trained, dataset, instances, report)
+        on_test = evaluate_records(trained, dataset, test, report)
+        on_validation = evaluate_records(trained, dataset, validation, report)
+    return measure(config, dataset, decodes, on_test, on_validation, weighting, c_base)
+
+
+def measure(
+    config: ExperimentConfig,
+    dataset: Dataset,
+    decodes: Decodes,
+    test: Evaluation,
+    validation: Evaluation,
+    weighting: Mapping[str, float | None],
+    c_base: float,
+) -> Report:
+    """Every metric from what was decoded and read; a pure function of host arrays.
+
+    Args:
+      test, validation: of all records of these splits, in order.
+      weighting: `collapse_threshold` and `strategy_token_share`, known since scoring.
+      c_base: nats.
+    """
+    task, strategies = dataset.task, dataset.task.strategies
+    rng = np.random.default_rng(np.random.SeedSequence([config.seed, 2]))
+    metrics: dict[str, float | None] = {}
+    intervals: dict[str, tuple[float, float] | None] = {}
+    count = len(decodes.xs)
+
+    def put(name: str, statistic: Callable[[np.ndarray], float], **bootstrap: Any) -> None:
+        whole = bootstrap.pop("whole")
+        metrics[name] = statistic(whole)
+        intervals[name] = alignment.bootstrap_interval(statistic, count, rng, **bootstrap)
+
+    everything = np.arange(count)
+    mapping = table = None
+    if strategies:
+        fits = [[task.classify(x, text) for text in row] for x, row in zip(decodes.xs, decodes.outputs, strict=True)]
+        credit = alignment.strategy_credit(fits, strategies)
+        _, mapping = alignment.one_to_one_alignment(credit)
+        table = alignment.latents_by_strategies(credit)
+        covered = alignment.local_coverage(credit)
+        permuted = alignment.permute_latents(credit, rng)
+        put("alignment_one_to_one", lambda i: alignment.one_to_one_value(credit[i]), whole=everything)
+        put("local_strategy_coverage_mean", lambda i: float(covered[i].mean()), whole=everything)
+        put("local_strategy_full_coverage_rate", lambda i: float((covered[i] == 1.0).mean()), whole=everything)
+        put("permuted_latent_control", lambda i: alignment.one_to_one_value(permuted[i]), whole=everything)
+    if task.has_final_answer:
+        predicted = [[task.final_answer(text) for text in row] for row in decodes.outputs]
+        correct = alignment.final_answer_correct(predicted, [task.answer(x) for x in decodes.xs])
+        gumbel = rng.gumbel(size=decodes.log_router.shape)
+        sampled = correct[everything, np.argmax(decodes.log_router + gumbel, axis=1)]
+        put("mean_overall_final_answer_accuracy", lambda i: float(correct[i].mean()), whole=everything)
+        put("sampled_final_answer_accuracy", lambda i: float(sampled[i].mean()), whole=everything)
+
+    rows_of, chosen = _records_of_decoded(dataset, decodes)
+    if strategies and mapping is not None and len(chosen):
+        truth = np.asarray([strategies.index(str(dataset.split_records("test")[i].strategy)) for i in chosen])
+        network = np.argmax(test.log_posterior[chosen], axis=1)
+        closed_form = np.argmax(test.closed_form_log_posterior[chosen], axis=1)
+        num_latents = config.num_latents
+
+        def best(latents: np.ndarray) -> Callable[[np.ndarray], float]:
+            return lambda i: alignment.best_map_alignment(latents[i], truth[i], num_latents, len(strategies))[0]
+
+        def under_map(latents: np.ndarray) -> Callable[[np.ndarray], float]:
+            return lambda i: alignment.posterior_alignment(latents[i], truth[i], mapping)
+
+        records = np.arange(len(chosen))
+        put("posterior_alignment", under_map(network), whole=records, rows_of=rows_of)
+        put("posterior_alignment_best_map", best(network), whole=records, rows_of=rows_of)
+        if config.posterior == "closed_form":
+            put("closed_form_posterior_alignment", under_map(closed_form), whole=records, rows_of=rows_of)
+            put("closed_form_posterior_alignment_best_map", best(closed_form), whole=records, rows_of=rows_of)
+    metrics["rho_recon"] = rho_recon(validation, c_base)
+    metrics.update(weighting)
+    names = [
+        "alignment_one_to_one",
+        "local_strategy_coverage_mean",
+        "local_strategy_full_coverage_rate",
+        "mean_overall_final_answer_accuracy",
+        "sampled_final_answer_accuracy",
+        "posterior_alignment",
+        "posterior_alignment_best_map",
+        "closed_form_posterior_alignment",
+        "closed_form_posterior_alignment_best_map",
+        "rho_recon",
+        "permuted_latent_control",
+        "collapse_threshold",
+        "strategy_token_share",
+    ]
+    return Report(
+        {name: metrics.get(name) for name in names},
+        {name: intervals.get(name) for name in names},
+        mapping,
+        table,
+        test.weighting,
+    )
+
+
+def rho_recon(validation: Evaluation, c_base: float) -> float:
+    """Validation mean of `E_q[raw] / c_base`, q the network."""
+    expected = np.exp(validation.log_posterior.astype(np.float64)) * validation.raw_reconstruction_loss
+    return float(expected.sum(axis=1).mean() / c_base)
+
+
+def validation_metrics(trained: Trained, dataset: Dataset, c_base: float) -> dict[str, float]:
+    """What is watched while the disentangle stage runs: `rho_recon`, and the posterior against the strategies where these are known."""
+    rows = dataset.rows["validation"]
+    evaluation = evaluate_records(trained, dataset, rows)
+    metrics = {"validation_rho_recon": rho_recon(evaluation, c_base)}
+    strategies = dataset.task.strategies
+    known = [i for i, row in enumerate(rows) if dataset.records[row].strategy in strategies]
+    if known:
+        truth = np.asarray([strategies.index(str(dataset.records[rows[i]].strategy)) for i in known])
+        latents = np.argmax(evaluation.log_posterior[known], axis=1)
+        num_latents = evaluation.log_posterior.shape[1]
+        metrics["validation_posterior_alignment"] = alignment.best_map_alignment(
+            latents, truth, num_latents, len(strategies)
+        )[0]
+    return metrics
+
+
+def floor_warnings(config: ExperimentConfig, weighting: losses.TokenWeighting, mask: np.ndarray) -> list[str]:
+    """A line for each floor that acts on more than half of what it is for, where a term that uses it has a weight."""
+    weights = config.reconstruction
+    inverse = weights.normalized_inverse_token_weighted_weight
+    tokens = weighting.aligned_base_token_nll[mask]
+    rates = {
+        "inverse_nll_floor": (inverse, np.mean(tokens < config.inverse_nll_floor)),
+        "divisor_floor on example_base_loss": (
+            weights.example_normalized_weight,
+            np.mean(weighting.example_base_loss < config.divisor_floor),
+        ),
+        "divisor_floor on token_weighted_base_loss": (
+            weights.normalized_token_weighted_weight,
+            np.mean(weighting.token_weighted_base_loss < config.divisor_floor),
+        ),
+        "divisor_floor on inverse_token_weighted_base_loss": (
+            inverse,
+            np.mean(weighting.inverse_token_weighted_base_loss < config.divisor_floor),
+        ),
+    }
+    return [
+        f"{name} acts on {rate:.0%} of the training data" for name, (weight, rate) in rates.items() if weight and rate > 0.5
+    ]
+
+
+def write_figures(directory: Path, dataset: Dataset, report: Report, curves: Sequence[Path]) -> None:
+    """The pictures of a run: latents by strategies, training curves, token heat map."""
+    directory.mkdir(parents=True, exist_ok=True)
+    strategies = dataset.task.strategies
+    if report.table is not None and report.mapping is not None:
+        write_latents_by_strategies(
+            directory / "latents_by_strategies.png",
+            report.table,
+            strategies,
+            report.mapping,
+            float(report.metrics["alignment_one_to_one"] or 0.0),
+        )
+    write_training_curves(directory / "training_curves.png", curves)
+    mask = dataset.arrays["suffix_loss_mask"][dataset.rows["test"]][:, 1:]
+    rows = []
+    for i, record in enumerate(dataset.split_records("test")[:6]):
+        tokens = [*tokenize(record.y, dataset.tokenization), "</y>", "<eos>"]
+        title = record.x if record.strategy is None else f"{record.x}   {record.strategy}"
+        weighting = report.test_weighting
+        rows.append((title, tokens, weighting.token_weights[i][mask[i]], weighting.aligned_base_token_nll[i][mask[i]]))
+    write_token_heat_map(directory / "token_heat_map.png", rows)
+
+
+def weighting_metrics(config: ExperimentConfig, dataset: Dataset, weighting: Any, rows: np.ndarray, c_base: float) -> dict[str, float | None]:
+    """`collapse_threshold` and `strategy_token_share` of the given rows, from the token weights alone, before any training.
+
+    Args:
+      weighting: `TokenWeighting` of these rows on suffix positions, host arrays.
+    """
+    mask = dataset.arrays["suffix_loss_mask"][rows][:, 1:]
+    threshold = alignment.collapse_threshold(
+        weighting.token_weights,
+        weighting.inverse_token_weights,
+        mask,
+        weighting.example_base_loss,
+        weighting.token_weighted_base_loss,
+        weighting.inverse_token_weighted_base_loss,
+        c_base,
+        config.reconstruction,
+        config.divisor_floor,
+    )
+    flags = []
+    for row in rows:
+        record = dataset.records[row]
+        others = [trace for trace in dataset.task.traces(record.x).values() if trace != record.y]
+        y = tokenize(record.y, dataset.tokenization)
+        flags.append(
+            alignment.strategy_revealing_positions(y, [tokenize(trace, dataset.tokenization) for trace in others])
+        )
+    positions = alignment.positions_on_mask(flags, mask)
+    parted = positions.any(axis=1)
+    share = alignment.strategy_token_share(weighting.token_weights, positions)
+    return {
+        "collapse_threshold": threshold,
+        # Undefined where no x is recorded under two strategies, as may be with a user's file.
+        "strategy_token_share": float(share[parted].mean()) if parted.any() else None,
+    }
+
+
+def _records_of_decoded(dataset: Dataset, decodes: Decodes) -> tuple[np.ndarray, np.ndarray]:
+    """Test records with a known strategy whose x was decoded: the index of that x, and their place in the test split."""
+    index = {x: n for n, x in enumerate(decodes.xs)}
+    pairs = [
+        (index[record.x], i)
+        for i, record in enumerate(dataset.split_records("test"))
+        if record.x in index and record.strategy in dataset.task.strategies
+    ]
+    both = np.asarray(pairs, np.int64).reshape(-1, 2)
+    return both[:, 0], both[:, 1]

@@ -1,0 +1,162 @@
+"""Per-position negative log-likelihood, from logits and straight from hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from surprisal_jax.losses.reductions import select
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, Shaped
+
+
+def masked_token_nll_per_position(
+    logits: Float[Array, "*batch T V"], tokens: Int[Array, "*batch T"], loss_mask: Shaped[Array, "*batch T"]
+) -> Float[Array, "*batch T-1"]:
+    """`l_t = -log p(tokens[t + 1] | tokens[..t])` in nats, at the supervised positions.
+
+    The shift by one is made here: position t of the result scores token t + 1 with the logits of position t.
+
+    Args:
+      logits: `[..., T, V]`, any float dtype; all arithmetic is in float32 (bfloat16 cross entropy is off by up to 0.07 nats).
+      tokens: `[..., T]` integer ids. Off the mask any value is allowed, -1 and -100 too: it is replaced before it is used.
+      loss_mask: `[..., T]`, true for the tokens that are targets; `loss_mask[..., 0]` has no position that predicts it.
+
+    Returns:
+      `[..., T-1]` float32, never negative, exactly 0 off the mask. Gradients off the mask are exactly 0, also where the logits there
+      are NaN.
+    """
+    chex.assert_equal_shape([tokens, loss_mask])
+    chex.assert_equal_shape_prefix([logits, tokens], tokens.ndim)
+    targets, mask = tokens[..., 1:], loss_mask[..., 1:].astype(bool)
+    return _nll_from_logits(logits[..., :-1, :], targets, mask)
+
+
+def masked_token_nll_from_hidden(
+    hidden: Float[Array, "*batch T D"],
+    unembedding: Float[Array, "D V"],
+    tokens: Int[Array, "*batch T"],
+    loss_mask: Shaped[Array, "*batch T"],
+    *,
+    chunk_size: int,
+    precision: jax.lax.PrecisionLike = jax.lax.Precision.HIGHEST,
+) -> Float[Array, "*batch T-1"]:
+    """`masked_token_nll_per_position(hidden @ unembedding, tokens, loss_mask)` with at most `chunk_size` rows of logits alive.
+
+    A row is one scored position of one sequence (of one latent). Chunks are recomputed in the backward pass, so nothing of size
+    `[..., T, V]` is kept, and every position may carry a cotangent of its own.
+
+    Args:
+      hidden: `[..., T, D]` final hidden states, any float dtype.
+      unembedding: `[D, V]`.
+      tokens, loss_mask: as in `masked_token_nll_per_position`.
+      chunk_size: rows of `[V]` logits in memory at once; one chunk where it is at least the number of rows.
+      precision: of the logit matmul, whose output is float32 always. A TPU multiplies float32 in bfloat16 passes unless told.
+
+    Returns:
+      `[..., T-1]` float32 nats, 0 off the mask.
+
+    Raises:
+      ValueError: `chunk_size` below 1.
+    """
+    chex.assert_equal_shape([tokens, loss_mask])
+    chex.assert_equal_shape_prefix([hidden, tokens], tokens.ndim)
+    chex.assert_rank(unembedding, 2)
+    mask = loss_mask[..., 1:].astype(bool)
+    # A NaN in a masked row of `hidden` would reach the gradient of the unembedding through the matmul: 0 * NaN.
+    rows = select(jnp.broadcast_to(mask[..., None], hidden[..., :-1, :].shape), hidden[..., :-1, :])
+
+    def chunk_nll(
+        chunk: tuple[Float[Array, "C D"], Int[Array, " C"], Shaped[Array, " C"]], matrix: Float[Array, "D V"]
+    ) -> Float[Array, " C"]:
+        chunk_rows, chunk_targets, chunk_mask = chunk
+        return _nll_from_logits(logits_from_hidden(chunk_rows, matrix, precision), chunk_targets, chunk_mask)
+
+    flat = (rows.reshape(-1, rows.shape[-1]), tokens[..., 1:].reshape(-1), mask.reshape(-1))
+    return map_chunks(chunk_nll, flat, unembedding, chunk_size).reshape(mask.shape)
+
+
+def score_reference(apply_fn, params, tokens, loss_mask):  # type: ignore[no-untyped-def]
+    """`b_t`, the frozen reference's per-token NLL on the z-free sequence: nats, float32, no gradient.
+
+    Args:
+      apply_fn: `(params, tokens [..., T]) -> logits [..., T, V]`, deterministic, with the logit matmul at precision HIGHEST.
+      params: the reference's parameters; their gradient through this function is exactly 0.
+      tokens: `[..., T]` z-free sequences.
+      loss_mask: `[..., T]`.
+
+    Returns:
+      `base_token_nll [..., T-1]` under `stop_gradient`, 0 off the mask.
+    """
+    # Stopping at the parameters as well keeps the reference's activations out of the backward pass.
+    logits = apply_fn(jax.lax.stop_gradient(params), tokens)
+    return jax.lax.stop_gradient(masked_token_nll_per_position(logits, tokens, loss_mask))
+
+
+def logits_from_hidden(
+    hidden: Float[Array, "*batch D"], unembedding: Float[Array, "D V"], precision: jax.lax.PrecisionLike
+) -> Float[Array, "*batch V"]:
+    """The logit matmul: float32 out, at an explicit precision, whatever the dtype of the hidden states."""
+    return jnp.einsum(
+        "...d,dv->...v",
+        hidden,
+        unembedding.astype(hidden.dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def map_chunks(function, rows, shared, chunk_size: int):  # type: ignore[no-untyped-def]
+    """`function(rows, shared)` over chunks of at most `chunk_size` rows, recomputed in the backward pass.
+
+    Args:
+      function: `(rows, shared) -> [C, ...]`, independent row by row.
+      rows: a pytree of arrays `[N, ...]`, split into chunks.
+      shared: a pytree that every chunk reads; its cotangents are summed over the chunks in a loop.
+      chunk_size: the most rows at once. The last chunk is padded with zeros, which `function` must bear.
+
+    Returns:
+      `[N, ...]`.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
+    count = jax.tree.leaves(rows)[0].shape[0]
+    checkpointed = jax.checkpoint(function, prevent_cse=False)
+    if count <= chunk_size:
+        return checkpointed(rows, shared)
+    num_chunks = -(-count // chunk_size)
+    padding = num_chunks * chunk_size - count
+
+    def to_chunks(x):  # type: ignore[no-untyped-def]
+        padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(num_chunks, chunk_size, *x.shape[1:])
+
+    chunks = jax.tree.map(to_chunks, rows)
+    _, results = jax.lax.scan(lambda carry, chunk: (carry, checkpointed(chunk, shared)), None, chunks)
+    return jax.tree.map(lambda x: x.reshape(num_chunks * chunk_size, *x.shape[2:])[:count], results)
+
+
+def _nll_from_logits(
+    logits: Float[Array, "*rows V"], targets: Int[Array, "*rows"], mask: Shaped[Array, "*rows"]
+) -> Float[Array, "*rows"]:
+    """`-log_softmax(l)_y`, as `log1p(sum_{v != y} exp(l_v - l_y))` where the target attains the maximum.
+
+    The second form keeps the relative precision of a small NLL and of its gradient. Where the target is not the maximum, the distance
+    `max l - l_y` and the log of a sum of at least 1 are added, and nothing cancels.
+    """
+    logits = select(jnp.broadcast_to(mask[..., None], logits.shape), logits.astype(jnp.float32))
+    targets = jnp.where(mask, targets, 0)[..., None]
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1, keepdims=True)
+    target_is_top = jax.lax.stop_gradient(target_logit) >= maximum
+    pivot = jnp.where(target_is_top, target_logit, maximum)
+    total = jnp.sum(jnp.where(is_target & target_is_top, 0.0, jnp.exp(logits - pivot)), axis=-1, keepdims=True)
+    # Both branches are guarded on their input: log(0) of the one not taken would make a NaN gradient.
+    when_top = jnp.log1p(jnp.where(target_is_top, total, 0.0))
+    otherwise = pivot - target_logit + jnp.log(jnp.where(target_is_top, 1.0, total))
+    return select(mask, jnp.squeeze(jnp.where(target_is_top, when_top, otherwise), axis=-1))

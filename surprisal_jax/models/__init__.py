@@ -1,0 +1,1 @@
+"""Flax NNX models, used functionally: split once, merged inside a pure function. They never import losses."""

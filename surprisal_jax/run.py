@@ -1,0 +1,216 @@
+"""A run: data, then the four stages reference, score, disentangle and evaluate, each resumed, or skipped where its result is there.
+
+On disk, below `output_dir`:
+
+    <task>-reference-<hash>/        what depends on data and reference alone, shared by all runs that agree on both
+        data/                       the records of a generated task, as a user would give them
+        identity.json  checkpoints/  metrics.jsonl  tensorboard/  scores/
+    <name>-seed<seed>-<hash>/
+        config.yaml  checkpoints/  metrics.jsonl  tensorboard/  summary.json  figures/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from surprisal_jax import __version__
+from surprisal_jax.config import (
+    ExperimentConfig,
+    InputError,
+    config_differences,
+    load_config,
+    run_identity,
+    save_config,
+    to_dict,
+)
+from surprisal_jax.data import SPLITS, write_jsonl
+from surprisal_jax.dataset import FORMAT_VERSION, Dataset, load_dataset
+from surprisal_jax.evaluation.evaluate import Trained, evaluate_run, floor_warnings, validation_metrics, weighting_metrics, write_figures
+from surprisal_jax.evaluation.report import print_summary
+from surprisal_jax.files import write_json
+from surprisal_jax.training.loop import Evaluate
+from surprisal_jax.training.sharding import make_mesh
+from surprisal_jax.training.stages import Reference, Workplace, disentangle, score, train_reference, weigh_records
+from surprisal_jax.training.step import Hyperparameters, LatentStep, make_hyperparameters
+
+
+def run(config: ExperimentConfig, name: str = "run") -> Path:
+    """Do whatever of the four stages is not done yet, and print the table.
+
+    Args:
+      config: validated.
+      name: begins the name of the run's directory where `run_dir` is not given.
+
+    Returns:
+      The run's directory, which holds `summary.json`.
+
+    Raises:
+      InputError: bad data, or a directory that holds a run of another configuration. Nothing is compiled or overwritten then.
+    """
+    console = Console()
+    dataset = load_dataset(config)
+    directory = run_directory(config, name)
+    claim_run_directory(directory, config, dataset.identity)
+    place = Workplace(config, dataset, make_mesh(config.data_parallel))
+    reference_dir, identity = claim_reference_directory(config, dataset)
+    devices = f"{place.mesh.size} device{'s' if place.mesh.size > 1 else ''}"
+    console.print(
+        f"{len(dataset.rows['train'])} training records of {dataset.task.name}, {config.num_latents} latents, {devices}\n"
+        f"run directory {directory}\nreference in  {reference_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    clock = _Clock()
+    reference = train_reference(place, reference_dir)
+    clock.ends("reference")
+    scores = score(place, reference, reference_dir / "scores", identity)
+    clock.ends("score")
+    hyperparameters = make_hyperparameters(config, reference.c_base)
+    console.print(f"c_base {reference.c_base:.4f} nats, the reference's mean validation loss", highlight=False)
+    weighting, warnings = _judge_weighting(place, scores, hyperparameters, reference, console)
+
+    def make_evaluate(step: LatentStep) -> Evaluate:
+        def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
+            trained = Trained(step, carry["state"].params, hyperparameters, scores, place.mesh)
+            return carry, validation_metrics(trained, dataset, reference.c_base)
+
+        return evaluate
+
+    final = disentangle(place, reference, scores, hyperparameters, directory, make_evaluate)
+    clock.ends("disentangle")
+    summary_path = directory / "summary.json"
+    if not summary_path.exists():
+        trained = Trained(final.step, final.params, hyperparameters, scores, place.mesh)
+        report = evaluate_run(config, dataset, trained, weighting, reference.c_base, directory)
+        clock.ends("evaluate")
+        curves = [reference_dir / "metrics.jsonl", directory / "metrics.jsonl"]
+        write_figures(directory / "figures", dataset, report, curves)
+        write_json(
+            summary_path,
+            {
+                **report.metrics,
+                "beta": config.beta,
+                "c_base": reference.c_base,
+                "task": dataset.task.name,
+                "seed": config.seed,
+                "num_latents": config.num_latents,
+                "intervals_95": report.intervals,
+                "latent_strategies": report.latent_strategies(dataset.task.strategies),
+                "latents_by_strategies": None if report.table is None else report.table.tolist(),
+                "strategies": list(dataset.task.strategies),
+                "warnings": warnings,
+                "seconds": clock.seconds,
+                "reference_directory": str(reference_dir),
+                "versions": {"surprisal_jax": __version__, "jax": jax.__version__},
+                "config": to_dict(config),
+            },
+        )
+    print_summary(json.loads(summary_path.read_text()))
+    console.print(f"summary and pictures in {directory}", highlight=False, soft_wrap=True)
+    return directory
+
+
+class _Clock:
+    """Seconds of wall time by stage, in this process."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def ends(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage] = round(now - self._last, 3)
+        self._last = now
+
+
+def run_directory(config: ExperimentConfig, name: str) -> Path:
+    """`run_dir`, or a directory whose name tells one configuration from another."""
+    if config.run_dir is not None:
+        return Path(config.run_dir)
+    return Path(config.output_dir) / f"{name}-seed{config.seed}-{run_identity(config)}"
+
+
+def claim_run_directory(directory: Path, config: ExperimentConfig, data_identity: str) -> None:
+    """Make the directory this configuration's own, or find that it is.
+
+    Raises:
+      InputError: it holds something else; nothing is changed then.
+    """
+    config_path, data_path = directory / "config.yaml", directory / "data.json"
+    if config_path.exists():
+        differences = config_differences(to_dict(load_config(config_path)), to_dict(config))
+        if differences:
+            shown = ", ".join(differences[:4]) + (f" and {len(differences) - 4} more" if len(differences) > 4 else "")
+            raise InputError(f"{directory}: holds a run of another configuration ({shown}); give another --run-dir")
+        if data_path.exists() and json.loads(data_path.read_text())["identity"] != data_identity:
+            raise InputError(f"{directory}: holds a run on other data than {config.data.path} has now; give another --run-dir")
+    elif directory.exists() and any(directory.iterdir()):
+        raise InputError(f"{directory}: got a directory with other files in it, expected a new one or a run of this project")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(data_path, {"identity": data_identity})
+    save_config(config, config_path)
+
+
+def claim_reference_directory(config: ExperimentConfig, dataset: Dataset) -> tuple[Path, dict[str, Any]]:
+    """The directory of the reference and its scores, named by everything they depend on, and that identity.
+
+    Raises:
+      InputError: the directory holds another reference.
+    """
+    identity = {
+        "format_version": FORMAT_VERSION,
+        "data": dataset.identity,
+        "model": asdict(config.model),
+        "reference": asdict(config.reference),
+        "reference_seed": config.effective_reference_seed,
+        "chunk_size": config.chunk_size,
+        "jax": jax.__version__,
+    }
+    short = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+    directory = Path(config.output_dir) / f"{dataset.task.name}-reference-{short}"
+    path = directory / "identity.json"
+    if path.exists():
+        if json.loads(path.read_text()) != identity:
+            raise InputError(f"{path}: got the identity of another reference, expected {short}; move the directory away")
+        return directory, identity
+    directory.mkdir(parents=True, exist_ok=True)
+    if config.data.path is None:
+        (directory / "data").mkdir(exist_ok=True)
+        for split in SPLITS:
+            write_jsonl(directory / "data" / f"{split}.jsonl", dataset.split_records(split))
+    write_json(path, identity)
+    return directory, identity
+
+
+def _judge_weighting(
+    place: Workplace,
+    scores: np.ndarray,
+    hyperparameters: Hyperparameters,
+    reference: Reference,
+    console: Console,
+) -> tuple[dict[str, float | None], list[str]]:
+    """What the reference's scores say before any training: can z pay for itself, and how often do the floors act?"""
+    config = place.config
+    rows = place.dataset.rows["train"]
+    weighting = weigh_records(place, scores, rows, hyperparameters)
+    metrics = weighting_metrics(config, place.dataset, weighting, rows, reference.c_base)
+    threshold = metrics["collapse_threshold"]
+    warnings = floor_warnings(config, weighting, place.dataset.arrays["suffix_loss_mask"][rows][:, 1:])
+    verdict = f"collapse threshold {threshold:.3f} against beta {config.beta:g}: "
+    if threshold is not None and threshold <= config.beta:
+        warnings.append(verdict + "ignoring the latent is the optimum; raise a reconstruction weight or lower beta")
+    else:
+        console.print(verdict + "knowing the latent can pay for its cost", highlight=False)
+    for warning in warnings:
+        console.print(f"[yellow]warning[/]: {warning}", highlight=False)
+    return metrics, warnings

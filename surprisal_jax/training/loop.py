@@ -1,0 +1,92 @@
+"""The training loop that every stage shares: restore, step, log, evaluate, save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from surprisal_jax.config import LoggingConfig
+from surprisal_jax.training.checkpoint import Checkpoints
+from surprisal_jax.training.progress import StageLog
+from surprisal_jax.training.sharding import put_batch, put_replicated
+
+#: `(carry, step) -> (carry, metrics)`, run after the given number of steps.
+Evaluate = Callable[[Any, int], tuple[Any, Mapping[str, float]]]
+
+
+def train(
+    stage: str,
+    carry: dict[str, Any],
+    *,
+    train_step: Callable[..., tuple[Any, Any]],
+    batch_at: Callable[[int], Mapping[str, np.ndarray]],
+    evaluate: Evaluate,
+    evaluate_every: int,
+    total_steps: int,
+    batch_size: int,
+    directory: Path,
+    mesh: Mesh,
+    logging: LoggingConfig,
+) -> dict[str, Any]:
+    """Run a stage to its last step, from its newest checkpoint where there is one.
+
+    Args:
+      stage: the name under which metrics are logged.
+      carry: everything a checkpoint holds: `state`, the TrainState, and what `evaluate` keeps beside it.
+      train_step: compiled, `(state, batch) -> (state, metrics)`; consumes the state.
+      batch_at: the host batch of a step (from 0), a pure function, so that a step is all a resumed run needs to know.
+      evaluate: called after every `evaluate_every` steps and after the last, on the whole carry.
+      directory: of the stage: `checkpoints/`, `metrics.jsonl` and `tensorboard/` go there.
+
+    Returns:
+      The carry after the last step, which is on disk as well.
+    """
+    checkpoints = Checkpoints(directory / "checkpoints", keep=logging.keep_checkpoints)
+    restored = checkpoints.restore_newest(carry)
+    start = 0
+    if restored is not None:
+        start, carry, _ = restored
+    carry = put_replicated(carry, mesh)
+    if start == total_steps:
+        checkpoints.close()
+        return carry
+    with StageLog(stage, total_steps, start, directory, logging.log_every) as log:
+        for step in range(start, total_steps):
+            carry["state"], metrics = train_step(carry["state"], put_batch(batch_at(step), mesh))
+            done = step + 1
+            last = done == total_steps
+            measured: dict[str, Any] = {}
+            if done % evaluate_every == 0 or last:
+                carry, values = evaluate(carry, done)
+                measured.update(values)
+            if done % logging.log_every == 0 or last or measured:
+                measured = {**name_leaves(metrics), **measured}
+            log.log(done, measured)
+            if done % logging.checkpoint_every == 0 or last:
+                position = {"step": done, "data_position": done * batch_size}
+                checkpoints.save(done, carry, position)
+    checkpoints.close()
+    return carry
+
+
+def name_leaves(metrics: Any) -> dict[str, jax.Array]:
+    """The leaves of a metrics pytree by name: the last field name of the path, with what qualifies it where it is not a loss term.
+
+    `terms.reconstruction.raw_reconstruction_loss` is logged as `raw_reconstruction_loss`, `floor_rates.inverse_nll` as
+    `floor_rate/inverse_nll`, `posterior_usage` of K entries as `posterior_usage/0` and so on.
+    """
+    named: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        keys = [str(getattr(key, "name", getattr(key, "key", key))) for key in path]
+        keys = [key for key in keys if key not in ("terms", "reconstruction")]
+        name = "/".join(keys)
+        if leaf.ndim == 0:
+            named[name] = leaf
+        else:
+            named.update({f"{name}/{i}": leaf[i] for i in range(leaf.shape[0])})
+    return named

@@ -1,0 +1,59 @@
+"""The entangled reference: a language model of the z-free sequence, trained on y alone, then frozen and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from surprisal_jax import losses
+from surprisal_jax.models.transformer import Decoder
+from surprisal_jax.training.state import TrainState
+from surprisal_jax.training.step import reference_apply
+
+Array = jax.Array
+Batch = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """What is static in training and scoring the reference."""
+
+    decoder: nnx.GraphDef[Decoder]
+    optimizer: optax.GradientTransformation
+    chunk_size: int
+    logit_precision: jax.lax.Precision
+
+    def train_step(
+        self, state: TrainState, batch: Batch, *, axis_name: str | None = None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """One update on the mean over examples of the masked mean NLL of y, `</y>` and `<eos>`."""
+
+        def loss(params: Mapping[str, Any]) -> Array:
+            model = nnx.merge(self.decoder, params["model"])
+            tokens, loss_mask = batch["z_free_tokens"], batch["z_free_loss_mask"]
+            token_nll = losses.masked_token_nll_from_hidden(
+                model(tokens),
+                model.unembedding,
+                tokens,
+                loss_mask,
+                chunk_size=self.chunk_size,
+                precision=self.logit_precision,
+            )
+            example_loss = losses.token_weighted_masked_nll_per_example(token_nll, loss_mask[..., 1:])
+            return losses.masked_mean_over_examples(example_loss, batch["example_mask"], axis_name)
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        if axis_name is not None:
+            gradients = jax.lax.pmean(gradients, axis_name)
+        metrics = {"reference_loss": value, "gradient_norm": optax.tree.norm(gradients)}
+        return state.apply_gradients(gradients, self.optimizer), metrics
+
+    def score(self, params: Any, batch: Batch) -> Array:
+        """`b`, `[B, S-1]`: what `reference_scoring: cached` stores, by the function that `online` runs inside the step."""
+        tokens, loss_mask = batch["z_free_tokens"], batch["z_free_loss_mask"]
+        return losses.score_reference(reference_apply(self.decoder), params, tokens, loss_mask)

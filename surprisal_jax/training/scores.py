@@ -1,0 +1,72 @@
+"""The score cache: the reference's NLL of every example, once, in a file keyed by what it depends on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from surprisal_jax.config import InputError
+from surprisal_jax.files import write_json
+
+_ARRAY, _MANIFEST = "base_token_nll.npy", "manifest.json"
+
+
+class ScoreCache:
+    """`base_token_nll` float32 [N, S-1] as a memory-mapped `.npy`, and a manifest with its identity and the rows that are done.
+
+    Rows start as NaN. A range of rows reaches the disk before the manifest counts it, so scoring goes on where it was interrupted.
+    """
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any], shape: tuple[int, int]) -> None:
+        """Open the cache, or create it.
+
+        Raises:
+          InputError: the directory holds scores of something else; both sides are named.
+        """
+        self._directory, self._shape = directory, shape
+        self._identity = {**identity, "shape": list(shape), "dtype": "float32"}
+        self.rows_done = 0
+        directory.mkdir(parents=True, exist_ok=True)
+        manifest_path = directory / _MANIFEST
+        if manifest_path.exists():
+            manifest = json.loads(manifest_path.read_text())
+            for key, value in self._identity.items():
+                if manifest["identity"].get(key) != value:
+                    raise InputError(
+                        f"{manifest_path}: {key}: got {manifest['identity'].get(key)!r}, expected {value!r}; move the directory away"
+                    )
+            self.rows_done = int(manifest["rows_done"])
+            self._array = np.lib.format.open_memmap(directory / _ARRAY, mode="r+")
+        else:
+            self._array = np.lib.format.open_memmap(directory / _ARRAY, mode="w+", dtype=np.float32, shape=shape)
+            self._array[:] = np.nan
+        if self._array.shape != shape or self._array.dtype != np.float32:
+            raise InputError(
+                f"{directory / _ARRAY}: got {self._array.dtype} {self._array.shape}, expected float32 {shape}; move the directory away"
+            )
+
+    def append(self, values: np.ndarray) -> None:
+        """The next rows, in order."""
+        stop = self.rows_done + len(values)
+        self._array[self.rows_done : stop] = values
+        self._array.flush()
+        self.rows_done = stop
+        write_json(self._directory / _MANIFEST, {"identity": self._identity, "rows_done": stop})
+
+    def read(self) -> np.ndarray:
+        """All rows, in memory.
+
+        Raises:
+          InputError: rows that were never scored.
+        """
+        values = np.array(self._array)
+        missing = np.isnan(values).any(axis=1)
+        if self.rows_done != len(values) or missing.any():
+            raise InputError(
+                f"{self._directory / _ARRAY}: row {int(np.argmax(missing))}: got NaN, expected the reference's NLL; move the directory away"
+            )
+        return values

@@ -1,0 +1,218 @@
+"""The three stages that train or score, each a function of data and configuration, resumable at any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from surprisal_jax import losses
+from surprisal_jax.config import ExperimentConfig
+from surprisal_jax.data import batch_rows, evaluation_rows, gather, units
+from surprisal_jax.dataset import Dataset
+from surprisal_jax.models.latent import PosteriorNetwork, redraw_latent_embeddings
+from surprisal_jax.models.transformer import Decoder, new_module
+from surprisal_jax.training.checkpoint import Checkpoints
+from surprisal_jax.training.loop import Evaluate, train
+from surprisal_jax.training.progress import StageLog
+from surprisal_jax.training.reference import ReferenceStep
+from surprisal_jax.training.scores import ScoreCache
+from surprisal_jax.training.sharding import compile_over_data, put_batch, put_replicated
+from surprisal_jax.training.state import TrainState, make_optimizer
+from surprisal_jax.training.step import Hyperparameters, LatentStep, logit_precision, make_latent_step, weigh_batch
+
+#: Examples a compiled call of scoring or evaluation.
+EVALUATION_BATCH = 256
+
+# Independent streams of one seed.
+_MODEL, _POSTERIOR_HEAD, _LATENT_EMBEDDINGS, _STATE = range(4)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What every stage is given."""
+
+    config: ExperimentConfig
+    dataset: Dataset
+    mesh: Mesh
+
+    def batch_at(self, arrays: Mapping[str, np.ndarray], group_size: int, batch_size: int, seed: int) -> Callable[[int], dict[str, np.ndarray]]:
+        """The training batch of a step: a pure function of the step."""
+        train_rows = self.dataset.rows["train"]
+        groups = units(self.dataset.split_records("train"), group_size)
+
+        def batch(step: int) -> dict[str, np.ndarray]:
+            within = batch_rows(groups, step, batch_size, seed)
+            return gather(arrays, np.where(within >= 0, train_rows[within], -1))
+
+        return batch
+
+    def batches(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """One pass over the given rows, in order, the last batch filled up with rows of -1."""
+        return [(chunk, gather(arrays, chunk)) for chunk in evaluation_rows(rows[:, None], EVALUATION_BATCH)]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen reference, on the mesh. `c_base` is its mean validation loss, in nats."""
+
+    step: ReferenceStep
+    params: dict[str, Any]
+    c_base: float
+
+
+def train_reference(place: Workplace, directory: Path) -> Reference:
+    """Train the entangled model of the z-free sequence; keep it at its best validation loss."""
+    config, dataset = place.config, place.dataset
+    key = jax.random.key(config.effective_reference_seed)
+    definition, params = new_module(
+        lambda rngs: Decoder(config.model, dataset.vocabulary.size, rngs=rngs), jax.random.fold_in(key, _MODEL)
+    )
+    step = ReferenceStep(
+        definition, make_optimizer(config.reference), config.chunk_size, logit_precision(config.model)
+    )
+    score = compile_over_data(step.score, place.mesh, batched=(False, True))
+    arrays = z_free(dataset.arrays)
+    validation = place.batches(arrays, dataset.rows["validation"])
+
+    def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
+        loss = mean_base_loss(score, carry["state"].params["model"], validation, place.mesh)
+        if loss < float(carry["best_loss"]):
+            # A copy, as the next step consumes the state.
+            best = jax.tree.map(lambda x: x.copy(), carry["state"].params["model"])
+            carry = {**carry, "best_params": best, "best_loss": put_replicated(np.float32(loss), place.mesh)}
+        return carry, {"validation_loss": loss}
+
+    carry = train(
+        "reference",
+        {
+            "state": TrainState.create({"model": params}, step.optimizer, jax.random.fold_in(key, _STATE)),
+            "best_params": params,
+            "best_loss": np.float32(np.inf),
+        },
+        train_step=compile_over_data(step.train_step, place.mesh, batched=(False, True), donate=(0,)),
+        batch_at=place.batch_at(arrays, 1, config.reference.batch_size, config.effective_reference_seed),
+        evaluate=evaluate,
+        evaluate_every=config.reference.evaluate_every,
+        total_steps=config.reference.steps,
+        batch_size=config.reference.batch_size,
+        directory=directory,
+        mesh=place.mesh,
+        logging=config.logging,
+    )
+    return Reference(step, carry["best_params"], float(carry["best_loss"]))
+
+
+def score(place: Workplace, reference: Reference, directory: Path, identity: Mapping[str, Any]) -> np.ndarray:
+    """The reference's NLL of every record of every split, float32 [N, S-1], each scored once."""
+    arrays = z_free(place.dataset.arrays)
+    count, length = arrays["z_free_tokens"].shape
+    cache = ScoreCache(directory, identity, (count, length - 1))
+    remaining = place.batches(arrays, np.arange(cache.rows_done, count, dtype=np.int32)) if cache.rows_done < count else []
+    compiled = compile_over_data(reference.step.score, place.mesh, batched=(False, True))
+    with StageLog("score", len(remaining), 0, directory, log_every=1) as log:
+        for index, (rows, batch) in enumerate(remaining):
+            cache.append(np.asarray(compiled(reference.params, put_batch(batch, place.mesh)))[rows >= 0])
+            log.log(index + 1, {})
+    return cache.read()
+
+
+def weigh_records(
+    place: Workplace, scores: np.ndarray, rows: np.ndarray, hyperparameters: Hyperparameters
+) -> losses.TokenWeighting:
+    """The token weighting of the given records, as the step will compute it, as host arrays."""
+
+    def weigh(batch: Mapping[str, jax.Array], hyperparameters: Hyperparameters) -> losses.TokenWeighting:
+        return weigh_batch(batch, batch["base_token_nll"], hyperparameters)
+
+    compiled = compile_over_data(weigh, place.mesh, batched=(True, False))
+    names = ("z_free_loss_mask", "suffix_loss_mask", "alignment_offsets")
+    arrays = {**{name: place.dataset.arrays[name] for name in names}, "base_token_nll": scores}
+    parts = [
+        jax.device_get(compiled(put_batch(batch, place.mesh), hyperparameters))
+        for _, batch in place.batches(arrays, rows)
+    ]
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
+    assert isinstance(joined, losses.TokenWeighting)
+    return joined
+
+
+@dataclass(frozen=True)
+class Disentangled:
+    """Router, generator and posterior, on the mesh, and the step that made them."""
+
+    step: LatentStep
+    params: dict[str, Any]
+
+
+def disentangle(
+    place: Workplace,
+    reference: Reference,
+    scores: np.ndarray,
+    hyperparameters: Hyperparameters,
+    directory: Path,
+    make_evaluate: Callable[[LatentStep], Evaluate],
+) -> Disentangled:
+    """Train router, generator and posterior, all started from the reference's weights."""
+    config, dataset, vocabulary = place.config, place.dataset, place.dataset.vocabulary
+    key = jax.random.key(config.seed)
+    definition, posterior = new_module(
+        lambda rngs: PosteriorNetwork(config.model, vocabulary.size, config.num_latents, rngs=rngs),
+        jax.random.fold_in(key, _POSTERIOR_HEAD),
+    )
+    posterior["decoder"] = reference.params
+    embedding = redraw_latent_embeddings(
+        reference.params["embedding"],
+        vocabulary.latent_ids,
+        config.disentangle.latent_embedding_scale,
+        jax.random.fold_in(key, _LATENT_EMBEDDINGS),
+    )
+    step = make_latent_step(config, reference.step.decoder, definition, tuple(vocabulary.latent_ids))
+    state = TrainState.create(
+        {"model": {**reference.params, "embedding": embedding}, "posterior": posterior},
+        step.optimizer,
+        jax.random.fold_in(key, _STATE),
+    )
+    arrays = dict(dataset.arrays) if step.online_reference else {**dataset.arrays, "base_token_nll": scores}
+    compiled = compile_over_data(step.train_step, place.mesh, batched=(False, True, False, False), donate=(0,))
+    frozen = reference.params if step.online_reference else None
+    carry = train(
+        "disentangle",
+        {"state": state},
+        train_step=lambda state, batch: compiled(state, batch, hyperparameters, frozen),
+        batch_at=place.batch_at(arrays, step.group_size, config.disentangle.batch_size, config.seed),
+        evaluate=make_evaluate(step),
+        evaluate_every=config.disentangle.evaluate_every,
+        total_steps=config.disentangle.steps,
+        batch_size=config.disentangle.batch_size,
+        directory=directory,
+        mesh=place.mesh,
+        logging=config.logging,
+    )
+    return Disentangled(step, carry["state"].params)
+
+
+def z_free(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the reference reads."""
+    return {name: arrays[name] for name in ("z_free_tokens", "z_free_loss_mask")}
+
+
+def mean_base_loss(
+    compiled_score: Callable[..., Any],
+    params: Any,
+    batches: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]],
+    mesh: Mesh,
+) -> float:
+    """Mean over examples of `example_base_loss`, in float64 on the host: the same for any batch size."""
+    total, count = 0.0, 0
+    for _, batch in batches:
+        token_nll = np.asarray(compiled_score(params, put_batch(batch, mesh)), np.float64)
+        supervised = batch["z_free_loss_mask"][:, 1:].sum(axis=1)
+        total += float((token_nll.sum(axis=1) / np.maximum(supervised, 1)).sum())
+        count += int((supervised > 0).sum())
+    return total / count

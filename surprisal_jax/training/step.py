@@ -1,0 +1,336 @@
+"""The latent-variable step: the one place where models meet losses.
+
+`train_step(state, batch, hyperparameters, reference_params)` is a plain function. `sharding.py` compiles it; `axis_name` is given only where
+the batch is split by `pmap` or `shard_map`. The comments carry shapes: B examples, K latents, U suffix tokens, S z-free tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from surprisal_jax import losses
+from surprisal_jax.config import ExperimentConfig, ModelConfig
+from surprisal_jax.losses import ObjectiveTerms, ReconstructionTerms
+from surprisal_jax.models.latent import PosteriorNetwork, branch_tokens, router_log_probs
+from surprisal_jax.models.transformer import Decoder
+from surprisal_jax.training.state import TrainState, make_optimizer
+
+Array = jax.Array
+Batch = Mapping[str, Array]
+
+
+class Hyperparameters(NamedTuple):
+    """Everything that may change without a new compilation: scalars, all traced. `coefficients.prior_kl` is beta."""
+
+    coefficients: ObjectiveTerms
+    token_weight_alpha: Any
+    c_base: Any
+    inverse_nll_floor: Any
+    divisor_floor: Any
+
+
+class FloorRates(NamedTuple):
+    """How often each floor acts: shares of the supervised tokens (the first) and of the examples (the others)."""
+
+    inverse_nll: Array
+    example_base_loss: Array
+    token_weighted_base_loss: Array
+    inverse_token_weighted_base_loss: Array
+
+
+class StepMetrics(NamedTuple):
+    """The loss pytree at its natural positive values, the total, and what is watched beside it. Means over the global batch."""
+
+    total: Array
+    terms: ObjectiveTerms
+    posterior_usage: Array  # [K], the mean of q
+    gradient_norm: dict[str, Array]
+    floor_rates: FloorRates
+
+
+class LatentEnumeration(NamedTuple):
+    """One pass over B examples and K latents."""
+
+    example_mask: Array  # [B], the examples with a supervised token
+    weighting: losses.TokenWeighting
+    log_router: Array  # [B, K]
+    terms: ReconstructionTerms  # leaves [B, K]
+    reconstruction: Array  # [B, K], the coefficient-weighted total of the six terms
+    hidden: Array  # [B, K, U, D]
+    unembedding: Array  # [D, V]
+
+
+class Evaluation(NamedTuple):
+    """Per-example quantities without gradient, for the host."""
+
+    weighting: losses.TokenWeighting
+    log_posterior: Array  # [B, K], the network
+    closed_form_log_posterior: Array  # [B, K]
+    raw_reconstruction_loss: Array  # [B, K], nats
+
+
+@dataclass(frozen=True)
+class LatentStep:
+    """What is static in the step: changing any of it is a new program."""
+
+    decoder: nnx.GraphDef[Decoder]
+    posterior: nnx.GraphDef[PosteriorNetwork]
+    latent_ids: tuple[int, ...]
+    optimizer: optax.GradientTransformation
+    closed_form: bool
+    group_size: int  # 1: a latent of its own for every example
+    online_reference: bool
+    inter_latent_divergence: bool
+    chunk_size: int
+    logit_precision: jax.lax.Precision
+
+    def train_step(
+        self,
+        state: TrainState,
+        batch: Batch,
+        hyperparameters: Hyperparameters,
+        reference_params: Any = None,
+        *,
+        axis_name: str | None = None,
+    ) -> tuple[TrainState, StepMetrics]:
+        """One update of router, generator and posterior. Pure; the state may be donated, the reference never.
+
+        Args:
+          state: parameters under the keys `model` (router and generator) and `posterior`.
+          batch: the fields of `SequenceArrays` with a leading axis B, `example_mask` [B], and with cached scoring `base_token_nll` [B, S-1].
+            Rows of one group are neighbours.
+          hyperparameters: traced scalars.
+          reference_params: the frozen reference, with online scoring only.
+          axis_name: the mapped axis over which B is split, under `pmap` or `shard_map(check_vma=False)`.
+        """
+        (total, metrics), gradients = jax.value_and_grad(self.loss, has_aux=True)(
+            state.params, batch, hyperparameters, reference_params, axis_name=axis_name
+        )
+        if axis_name is not None:
+            # Every device differentiated the whole, summed loss with respect to its own part: the mean is the gradient.
+            gradients = jax.lax.pmean(gradients, axis_name)
+        terms, usage, rates = metrics
+        norms = {name: optax.tree.norm(gradient) for name, gradient in gradients.items()}
+        return state.apply_gradients(gradients, self.optimizer), StepMetrics(total, terms, usage, norms, rates)
+
+    def loss(
+        self,
+        params: Mapping[str, Any],
+        batch: Batch,
+        hyperparameters: Hyperparameters,
+        reference_params: Any = None,
+        *,
+        axis_name: str | None = None,
+    ) -> tuple[Array, tuple[ObjectiveTerms, Array, FloorRates]]:
+        """The coefficient-weighted total over the global batch, and the terms, the posterior's usage and the floor rates."""
+        coefficients = hyperparameters.coefficients
+        latent = self.enumerate_latents(params["model"], batch, hyperparameters, reference_params)
+        example_mask, log_router, reconstruction = latent.example_mask, latent.log_router, latent.reconstruction
+        network = nnx.merge(self.posterior, params["posterior"])
+        network_logits = network(batch["z_free_tokens"], batch["z_free_loss_mask"])  # [B, K]
+        groups = (-1, self.group_size)
+        group_mask = example_mask.reshape(groups)  # [B / G, G]
+
+        def grouped(x: Array) -> Array:
+            return x.reshape(*groups, *x.shape[1:])
+
+        if self.closed_form:
+            log_q = losses.closed_form_log_posterior(
+                grouped(log_router), grouped(reconstruction), coefficients.prior_kl, group_mask=group_mask
+            )
+        else:
+            log_q = losses.amortized_log_posterior(grouped(network_logits), group_mask=group_mask)
+        prior_kl = losses.prior_kl(log_q, grouped(log_router), group_mask=group_mask).reshape(-1)
+        log_q = log_q.reshape(log_router.shape)
+        terms = ObjectiveTerms(
+            reconstruction=losses.expectation_under_posterior(latent.terms, log_q),
+            prior_kl=prior_kl,
+            inter_latent_divergence=losses.inter_latent_divergence_from_hidden(
+                latent.hidden,
+                latent.unembedding,
+                batch["suffix_loss_mask"],
+                latent.weighting.token_weights,
+                chunk_size=self.chunk_size,
+                precision=self.logit_precision,
+            )
+            if self.inter_latent_divergence
+            else None,
+            posterior_entropy=losses.categorical_entropy(log_q),
+            posterior_fit=losses.categorical_kl(log_q, jax.nn.log_softmax(network_logits, axis=-1))
+            if self.closed_form
+            else None,
+        )  # leaves [B]
+        means = losses.mean_over_examples(terms, example_mask, axis_name)._replace(
+            router_marginal_kl=losses.router_marginal_kl(log_router, example_mask, axis_name)
+        )
+        usage = jax.vmap(losses.masked_mean_over_examples, in_axes=(1, None, None))(
+            jnp.exp(log_q), example_mask, axis_name
+        )
+        rates = floor_rates(latent.weighting, batch["suffix_loss_mask"][:, 1:], example_mask, hyperparameters, axis_name)
+        return losses.weighted_total(means, coefficients), (means, usage, rates)
+
+    def enumerate_latents(
+        self, params: Any, batch: Batch, hyperparameters: Hyperparameters, reference_params: Any = None
+    ) -> LatentEnumeration:
+        """Weights, router and the six terms under every latent: one prefix an example, K suffixes on it."""
+        mask = batch["suffix_loss_mask"][:, 1:]
+        weighting = weigh_batch(batch, self.base_token_nll(batch, reference_params), hyperparameters)
+        decoder = nnx.merge(self.decoder, params)
+        prefix = decoder.prefix(batch["prefix_tokens"], batch["prefix_lengths"])
+        tokens = branch_tokens(batch["suffix_tokens"], self.latent_ids)  # [B, K, U]
+        hidden = decoder.suffix(tokens, prefix)  # [B, K, U, D]
+        token_nll = losses.masked_token_nll_from_hidden(
+            hidden,
+            decoder.unembedding,
+            tokens,
+            jnp.broadcast_to(batch["suffix_loss_mask"][:, None, :], tokens.shape),
+            chunk_size=self.chunk_size,
+            precision=self.logit_precision,
+        )  # [B, K, U-1]
+        terms = losses.reconstruction_terms(
+            token_nll,
+            mask,
+            weighting,
+            hyperparameters.c_base,
+            latent_axis=-2,
+            divisor_floor=hyperparameters.divisor_floor,
+        )
+        return LatentEnumeration(
+            example_mask=batch["example_mask"] & jnp.any(mask, axis=-1),
+            weighting=weighting,
+            log_router=router_log_probs(decoder, prefix, self.latent_ids),
+            terms=terms,
+            reconstruction=losses.weighted_total(terms, hyperparameters.coefficients.reconstruction),
+            hidden=hidden,
+            unembedding=decoder.unembedding,
+        )
+
+    def evaluate(self, params: Mapping[str, Any], batch: Batch, hyperparameters: Hyperparameters) -> Evaluation:
+        """What evaluation reads of each example, one latent an example, from stored scores whatever the step does."""
+        latent = replace(self, online_reference=False).enumerate_latents(params["model"], batch, hyperparameters)
+        network = nnx.merge(self.posterior, params["posterior"])
+        logits = network(batch["z_free_tokens"], batch["z_free_loss_mask"])
+        return Evaluation(
+            weighting=latent.weighting,
+            log_posterior=losses.amortized_log_posterior(logits),
+            closed_form_log_posterior=losses.closed_form_log_posterior(
+                latent.log_router, latent.reconstruction, hyperparameters.coefficients.prior_kl
+            ),
+            raw_reconstruction_loss=latent.terms.raw_reconstruction_loss,
+        )
+
+    def base_token_nll(self, batch: Batch, reference_params: Any) -> Array:
+        """`b` on z-free positions [B, S-1]: the stored scores, or the frozen reference run inside this program."""
+        if not self.online_reference:
+            return batch["base_token_nll"]
+        return losses.score_reference(
+            reference_apply(self.decoder), reference_params, batch["z_free_tokens"], batch["z_free_loss_mask"]
+        )
+
+
+def weigh_batch(batch: Batch, base_token_nll: Array, hyperparameters: Hyperparameters) -> losses.TokenWeighting:
+    """Alignment and token weights of a batch, on suffix positions."""
+    return losses.compute_token_weighting(
+        base_token_nll,
+        batch["z_free_loss_mask"][:, 1:],
+        batch["suffix_loss_mask"][:, 1:],
+        batch["alignment_offsets"],
+        hyperparameters.token_weight_alpha,
+        inverse_nll_floor=hyperparameters.inverse_nll_floor,
+    )
+
+
+def reference_apply(decoder: nnx.GraphDef[Decoder]) -> Any:
+    """`(params, tokens) -> logits` of the reference, the logit matmul at precision HIGHEST: what `score_reference` takes."""
+
+    def apply(params: Any, tokens: Array) -> Array:
+        model = nnx.merge(decoder, params)
+        return losses.logits_from_hidden(model(tokens), model.unembedding, jax.lax.Precision.HIGHEST)
+
+    return apply
+
+
+def make_latent_step(
+    config: ExperimentConfig,
+    decoder: nnx.GraphDef[Decoder],
+    posterior: nnx.GraphDef[PosteriorNetwork],
+    latent_ids: tuple[int, ...],
+) -> LatentStep:
+    """The static half of the step that a configuration asks for."""
+    return LatentStep(
+        decoder=decoder,
+        posterior=posterior,
+        latent_ids=latent_ids,
+        optimizer=make_optimizer(config.disentangle),
+        closed_form=config.posterior == "closed_form",
+        group_size=config.data.group_size if config.latent_scope == "group" else 1,
+        online_reference=config.reference_scoring == "online",
+        inter_latent_divergence=config.inter_latent_divergence_weight != 0,
+        chunk_size=config.chunk_size,
+        logit_precision=logit_precision(config.model),
+    )
+
+
+def logit_precision(config: ModelConfig) -> jax.lax.Precision:
+    return jax.lax.Precision[config.logit_precision.upper()]
+
+
+def make_hyperparameters(config: ExperimentConfig, c_base: float) -> Hyperparameters:
+    """The traced half: coefficients in the structure of the terms, with None where a term is not in the program."""
+    weights = config.reconstruction
+
+    def scalar(value: float) -> Array:
+        return jnp.asarray(value, jnp.float32)
+
+    coefficients = ObjectiveTerms(
+        reconstruction=ReconstructionTerms(
+            raw_reconstruction_loss=scalar(weights.raw_weight),
+            baseline_normalized_reconstruction_loss=scalar(weights.baseline_normalized_weight),
+            example_normalized_reconstruction_loss=scalar(weights.example_normalized_weight),
+            token_weighted_reconstruction_loss=scalar(weights.token_weighted_weight),
+            normalized_token_weighted_reconstruction_loss=scalar(weights.normalized_token_weighted_weight),
+            normalized_inverse_token_weighted_reconstruction_loss=scalar(
+                weights.normalized_inverse_token_weighted_weight
+            ),
+        ),
+        prior_kl=scalar(config.beta),
+        inter_latent_divergence=scalar(-config.inter_latent_divergence_weight)
+        if config.inter_latent_divergence_weight
+        else None,
+        posterior_entropy=scalar(config.posterior_entropy_weight),
+        router_marginal_kl=scalar(config.router_marginal_kl_weight),
+        posterior_fit=scalar(config.posterior_fit_weight) if config.posterior == "closed_form" else None,
+    )
+    return Hyperparameters(
+        coefficients=coefficients,
+        token_weight_alpha=scalar(weights.token_weight_alpha),
+        c_base=scalar(c_base),
+        inverse_nll_floor=scalar(config.inverse_nll_floor),
+        divisor_floor=scalar(config.divisor_floor),
+    )
+
+
+def floor_rates(
+    weighting: losses.TokenWeighting,
+    mask: Array,
+    example_mask: Array,
+    hyperparameters: Hyperparameters,
+    axis_name: str | None,
+) -> FloorRates:
+    def rate(below: Array, counted: Array) -> Array:
+        return losses.masked_mean_over_examples(below.astype(jnp.float32), counted, axis_name)
+
+    floor = hyperparameters.divisor_floor
+    return FloorRates(
+        inverse_nll=rate(weighting.aligned_base_token_nll < hyperparameters.inverse_nll_floor, mask),
+        example_base_loss=rate(weighting.example_base_loss < floor, example_mask),
+        token_weighted_base_loss=rate(weighting.token_weighted_base_loss < floor, example_mask),
+        inverse_token_weighted_base_loss=rate(weighting.inverse_token_weighted_base_loss < floor, example_mask),
+    )
