@@ -121,9 +121,7 @@ class _StoreOnce(argparse.Action):
     ) -> None:
         if hasattr(namespace, self.dest):
             earlier = getattr(namespace, self.dest)
-            raise InputError(
-                f"{option}: given twice, first {show(earlier)}, then {show(values)}, expected once"
-            )
+            raise InputError(f"{option}: given twice, first {show(earlier)}, then {show(values)}, expected once")
         setattr(namespace, self.dest, values)
 
 
@@ -140,9 +138,7 @@ def _parser() -> _Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
     )
     command = parser.add_argument_group("command")
-    command.add_argument(
-        "--config", action=_StoreOnce, metavar="FILE", help="YAML file of the run (required)"
-    )
+    command.add_argument("--config", action=_StoreOnce, metavar="FILE", help="YAML file of the run (required)")
     command.add_argument("--help", "-h", action="store_true", default=False, help="print this and exit")
     command.add_argument("--version", action="store_true", default=False, help="print the version and exit")
     titles = {"": ("run", ExperimentConfig)} | {

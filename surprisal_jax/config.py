@@ -305,9 +305,7 @@ class ReconstructionLossConfig:
         _check_fields(self)
         weights = [item.name for item in settings_of(type(self)) if item.name != "token_weight_alpha"]
         if not any(getattr(self, name) for name in weights):
-            _contradiction(
-                self, weights, "got 0.0 for this and every other reconstruction weight, expected one > 0"
-            )
+            _contradiction(self, weights, "got 0.0 for this and every other reconstruction weight, expected one > 0")
 
 
 @dataclass(frozen=True)
@@ -355,9 +353,7 @@ class DataConfig:
         None,
     )
     tokenization: Literal["whitespace", "characters"] = setting("what a token of the text is", "whitespace")
-    group_size: int = setting(
-        "records of one strategy that share a group (latent_scope group uses it)", 2, at_least=1
-    )
+    group_size: int = setting("records of one strategy that share a group (latent_scope group uses it)", 2, at_least=1)
     train_groups: int = setting("groups of training records to generate", 8192, at_least=1)
     validation_records: int = setting("validation records to generate", 512, at_least=1)
     test_instances: int = setting("different x the run is evaluated on", 512, at_least=1)
@@ -376,9 +372,7 @@ class OptimizerConfig:
     learning_rate: float = setting("peak learning rate of AdamW", above=0)
     warmup_steps: int = setting("updates over which the learning rate rises from 0", at_least=0)
     weight_decay: float = setting("decoupled weight decay of AdamW", 0.0, at_least=0)
-    max_gradient_norm: float = setting(
-        "gradients with a larger global norm are scaled down to it", 1.0, above=0
-    )
+    max_gradient_norm: float = setting("gradients with a larger global norm are scaled down to it", 1.0, above=0)
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -392,9 +386,7 @@ class ReferenceConfig(OptimizerConfig):
     batch_size: int = 64
     learning_rate: float = 3e-3
     warmup_steps: int = 100
-    evaluate_every: int = setting(
-        "updates between two looks at the validation loss; the best is kept", 250, at_least=1
-    )
+    evaluate_every: int = setting("updates between two looks at the validation loss; the best is kept", 250, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -428,9 +420,7 @@ class ExperimentConfig:
     """the run, the latents and the objective"""
 
     task: str | None = setting("task the traces come from; none needs data.path", "grid_pathfinding")
-    num_latents: int = setting(
-        "latent values K, each of which should become one strategy", 3, at_least=2, at_most=64
-    )
+    num_latents: int = setting("latent values K, each of which should become one strategy", 3, at_least=2, at_most=64)
     seed: int = setting("seed of initialisation, data order and sampling", 0, at_least=0, at_most=2**32 - 1)
     data_seed: int | None = setting(
         "seed of the generated data; none: follows seed", None, at_least=0, at_most=2**32 - 1
@@ -439,22 +429,17 @@ class ExperimentConfig:
         "seed of the reference; none: follows seed", None, at_least=0, at_most=2**32 - 1
     )
     output_dir: str = setting("directory under which run directories are made", "runs")
-    run_dir: str | None = setting(
-        "this run's directory; none: named after the file and the seed, in output_dir", None
-    )
+    run_dir: str | None = setting("this run's directory; none: named after the file and the seed, in output_dir", None)
     beta: float = setting("weight of KL(posterior || router), in nats", 0.1, at_least=0)
     posterior: Literal["closed_form", "amortized"] = setting(
         "posterior in the objective: its known minimiser, or the network", "amortized"
     )
-    latent_scope: Literal["example", "group"] = setting(
-        "what shares one latent: an example, or its group", "example"
-    )
+    latent_scope: Literal["example", "group"] = setting("what shares one latent: an example, or its group", "example")
     reference_scoring: Literal["cached", "online"] = setting(
         "the reference scores the training set once, or each batch inside the compiled step", "cached"
     )
     inter_latent_divergence_weight: float = setting(
-        "weight of the Jensen-Shannon divergence between the latents' predictions, in nats, subtracted from "
-        "the loss",
+        "weight of the Jensen-Shannon divergence between the latents' predictions, in nats, subtracted from the loss",
         0.0,
         at_least=0,
     )
@@ -544,10 +529,7 @@ class ExperimentConfig:
             if devices > 1:
                 fields.append("data_parallel")
                 given.append(f"data_parallel {devices}")
-            problem = (
-                f"got {name} {batch_size} with {' and '.join(given)}, "
-                f"expected {name} to be a multiple of {unit}"
-            )
+            problem = f"got {name} {batch_size} with {' and '.join(given)}, expected {name} to be a multiple of {unit}"
             _contradiction(self, fields, problem)
 
 
@@ -616,9 +598,7 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> ExperimentC
     arguments: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     for section, cls in sections_of(ExperimentConfig).items():
         prefix = section + "."
-        inside = {
-            name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)
-        }
+        inside = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
         try:
             arguments[section] = cls(**inside)
         except InputError as error:
@@ -631,9 +611,7 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> ExperimentC
 
 def _located(error: InputError, fields: Sequence[str], origins: Mapping[str, str]) -> InputError:
     # Of fields that contradict each other the user most likely means to change the one given last: a flag.
-    given = sorted(
-        (field for field in fields if field in origins), key=lambda f: not origins[f].startswith("--")
-    )
+    given = sorted((field for field in fields if field in origins), key=lambda f: not origins[f].startswith("--"))
     where = origins[given[0]] if given else fields[0]
     return InputError(f"{where}: {error.problem}", fields=fields, problem=error.problem)
 
@@ -646,9 +624,7 @@ def _read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name}: byte {error.start} is not valid UTF-8, expected a UTF-8 text file"
-        ) from None
+        raise InputError(f"{name}: byte {error.start} is not valid UTF-8, expected a UTF-8 text file") from None
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}, expected a YAML file") from None
     except ValueError as error:  # a NUL in the path
@@ -713,9 +689,7 @@ class _YamlReader:
                 if kind != "Scalar":
                     self._fail_field(name, self._node(), settings[name].expected)
                 # implicit[0]: written without quotes, so the field's type decides; quoted text is text.
-                parsed = (
-                    settings[name].parse(self.event.value) if self.event.implicit[0] else self.event.value
-                )
+                parsed = settings[name].parse(self.event.value) if self.event.implicit[0] else self.event.value
                 self.values[name] = None if self.event.implicit[0] and parsed == "" else parsed
             elif kind == "MappingStart":
                 self._read_fields(section=name)

@@ -103,17 +103,13 @@ def _read_line(where: str, line: bytes, tokenization: str, max_tokens: int) -> R
         text = line.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         bad = line[error.start : error.start + 1].hex()
-        raise InputError(
-            f"{where}: got byte 0x{bad} at byte {error.start + 1}, expected UTF-8 text"
-        ) from None
+        raise InputError(f"{where}: got byte 0x{bad} at byte {error.start + 1}, expected UTF-8 text") from None
     values = _parse_object(where, text)
     for key in values:
         if key not in _KEYS:
             close = get_close_matches(key, _KEYS, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            raise InputError(
-                f"{where}: got the unknown key {_shorten(key)}, expected x, y, strategy or group{hint}"
-            )
+            raise InputError(f"{where}: got the unknown key {_shorten(key)}, expected x, y, strategy or group{hint}")
     for key in _REQUIRED_KEYS:
         if key not in values:
             raise InputError(f"{where}: {key}: got no value, expected a text")
@@ -133,9 +129,7 @@ def _parse_object(where: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text, object_pairs_hook=_unique_keys)
     except _DuplicateKeyError as error:
-        raise InputError(
-            f"{where}: got the key {_shorten(error.args[0])} twice, expected each key once"
-        ) from None
+        raise InputError(f"{where}: got the key {_shorten(error.args[0])} twice, expected each key once") from None
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at column {error.colno}"
         raise InputError(f"{where}: got {_shorten(text)}, {_EXPECTED_LINE}: {reason}") from None
@@ -164,14 +158,11 @@ def _read_text(where: str, value: object, tokenization: str, max_tokens: int) ->
         raise InputError(f"{where}: got {_shorten(value)}, expected at least one token")
     if len(tokens) > max_tokens:
         raise InputError(
-            f"{where}: got {_shorten(value)} of {len(tokens)} tokens,"
-            f" expected at most {max_tokens} (data.max_tokens)"
+            f"{where}: got {_shorten(value)} of {len(tokens)} tokens, expected at most {max_tokens} (data.max_tokens)"
         )
     for token in tokens:
         if token[0] == "<" and (token in SPECIAL_TOKENS or _LATENT_TOKEN.fullmatch(token)):
-            raise InputError(
-                f"{where}: got the reserved tag {_shorten(token)}, expected tokens of the text only"
-            )
+            raise InputError(f"{where}: got the reserved tag {_shorten(token)}, expected tokens of the text only")
     return detokenize(tokens, tokenization)
 
 
@@ -272,9 +263,7 @@ def _generation_rng(seed: int, split: str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(stream))
 
 
-def _generate_groups(
-    task: Task, split: str, count: int, group_size: int, rng: np.random.Generator
-) -> list[Record]:
+def _generate_groups(task: Task, split: str, count: int, group_size: int, rng: np.random.Generator) -> list[Record]:
     records: list[Record] = []
     while len(records) < count:
         group = f"{split}-{len(records) // group_size}"
@@ -291,15 +280,11 @@ def _generate_instances(task: Task, count: int, rng: np.random.Generator) -> lis
     records: list[Record] = []
     for _ in range(count):
         instance = _draw_new(task, "test", rng, drawn, "data.test_instances", count)
-        records.extend(
-            Record(instance.x, instance.traces[strategy], strategy) for strategy in task.strategies
-        )
+        records.extend(Record(instance.x, instance.traces[strategy], strategy) for strategy in task.strategies)
     return records
 
 
-def _draw_new(
-    task: Task, split: str, rng: np.random.Generator, drawn: set[str], field: str, wanted: int
-) -> Instance:
+def _draw_new(task: Task, split: str, rng: np.random.Generator, drawn: set[str], field: str, wanted: int) -> Instance:
     """An instance of the split whose x is not among those drawn, which it joins."""
     for _ in range(_MAX_DRAWS):
         instance = task.generate(rng)
@@ -360,9 +345,7 @@ def batch_rows(units: np.ndarray, step: int, batch_size: int, seed: int) -> np.n
         raise ValueError(f"step: got {step}, expected at least 0")
     per_batch = batch_size // group_size
     first = step * per_batch
-    picked = [
-        _epoch_order(num_units, seed, i // num_units)[i % num_units] for i in range(first, first + per_batch)
-    ]
+    picked = [_epoch_order(num_units, seed, i // num_units)[i % num_units] for i in range(first, first + per_batch)]
     return units[picked].reshape(-1)
 
 
@@ -417,9 +400,7 @@ def _check_batch(units: np.ndarray, batch_size: int) -> tuple[int, int]:
     if num_units == 0:
         raise ValueError("units: got none, expected at least one")
     if batch_size < 1 or batch_size % group_size != 0:
-        raise ValueError(
-            f"batch_size: got {batch_size}, expected a positive multiple of the group size {group_size}"
-        )
+        raise ValueError(f"batch_size: got {batch_size}, expected a positive multiple of the group size {group_size}")
     return num_units, group_size
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from surprisal_jax.config import ExperimentConfig
+from surprisal_jax.config import ExperimentConfig, InputError
 from surprisal_jax.data import SPLITS, Record, generate_records, read_splits
 from surprisal_jax.sequences import Vocabulary, build_sequences, tokenize
 from surprisal_jax.tasks import Task, get_task
@@ -45,9 +45,21 @@ def load_dataset(config: ExperimentConfig) -> Dataset:
         task = get_task(str(config.task))
         splits = generate_records(task, config.data, config.effective_data_seed)
         return make_dataset(splits, task, config)
-    splits = read_splits(config.data.path, config.data)
+    path = config.data.path
+    splits = read_splits(path, config.data)
     records = [record for split in SPLITS for record in splits[split]]
-    named = get_task(config.task) if config.task is not None else LookupTask(records, config.data.tokenization)
+    if config.latent_scope == "group" and all(record.group is None for record in splits["train"]):
+        raise InputError(
+            f"{path}: group: got no record with one, expected groups for latent_scope group (or latent_scope example)"
+        )
+    if config.task is None:
+        return make_dataset(splits, LookupTask(records, config.data.tokenization), config)
+    named = get_task(config.task)
+    for record in records:
+        try:
+            named.traces(record.x)
+        except ValueError as error:
+            raise InputError(f"{path}: {error} by task {config.task}; for other traces give task none") from None
     return make_dataset(splits, named, config)
 
 

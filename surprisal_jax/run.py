@@ -1,4 +1,5 @@
-"""A run: data, then the four stages reference, score, disentangle and evaluate, each resumed, or skipped where its result is there.
+"""A run: data, then the four stages reference, score, disentangle and evaluate, each resumed, or skipped where its
+result is there.
 
 On disk, below `output_dir`:
 
@@ -35,7 +36,14 @@ from surprisal_jax.config import (
 )
 from surprisal_jax.data import SPLITS, write_jsonl
 from surprisal_jax.dataset import FORMAT_VERSION, Dataset, load_dataset
-from surprisal_jax.evaluation.evaluate import Trained, evaluate_run, floor_warnings, validation_metrics, weighting_metrics, write_figures
+from surprisal_jax.evaluation.evaluate import (
+    Trained,
+    evaluate_run,
+    floor_warnings,
+    validation_metrics,
+    weighting_metrics,
+    write_figures,
+)
 from surprisal_jax.evaluation.report import print_summary
 from surprisal_jax.files import write_json
 from surprisal_jax.training.loop import Evaluate
@@ -55,18 +63,19 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
       The run's directory, which holds `summary.json`.
 
     Raises:
-      InputError: bad data, or a directory that holds a run of another configuration. Nothing is compiled or overwritten then.
+      InputError: bad data, or a directory that holds a run of another configuration. Nothing is compiled or overwritten
+        then.
     """
     console = Console()
     dataset = load_dataset(config)
+    place = Workplace(config, dataset, make_mesh(config))
     directory = run_directory(config, name)
     claim_run_directory(directory, config, dataset.identity)
-    place = Workplace(config, dataset, make_mesh(config.data_parallel))
     reference_dir, identity = claim_reference_directory(config, dataset)
     devices = f"{place.mesh.size} device{'s' if place.mesh.size > 1 else ''}"
     console.print(
-        f"{len(dataset.rows['train'])} training records of {dataset.task.name}, {config.num_latents} latents, {devices}\n"
-        f"run directory {directory}\nreference in  {reference_dir}",
+        f"{len(dataset.rows['train'])} training records of {dataset.task.name}, {config.num_latents} latents, {devices}"
+        f"\nrun directory {directory}\nreference in  {reference_dir}",
         highlight=False,
         soft_wrap=True,
     )
@@ -153,9 +162,13 @@ def claim_run_directory(directory: Path, config: ExperimentConfig, data_identity
             shown = ", ".join(differences[:4]) + (f" and {len(differences) - 4} more" if len(differences) > 4 else "")
             raise InputError(f"{directory}: holds a run of another configuration ({shown}); give another --run-dir")
         if data_path.exists() and json.loads(data_path.read_text())["identity"] != data_identity:
-            raise InputError(f"{directory}: holds a run on other data than {config.data.path} has now; give another --run-dir")
+            raise InputError(
+                f"{directory}: holds a run on other data than {config.data.path} has now; give another --run-dir"
+            )
     elif directory.exists() and any(directory.iterdir()):
-        raise InputError(f"{directory}: got a directory with other files in it, expected a new one or a run of this project")
+        raise InputError(
+            f"{directory}: got a directory with other files in it, expected a new one or a run of this project"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     write_json(data_path, {"identity": data_identity})
     save_config(config, config_path)
@@ -181,7 +194,9 @@ def claim_reference_directory(config: ExperimentConfig, dataset: Dataset) -> tup
     path = directory / "identity.json"
     if path.exists():
         if json.loads(path.read_text()) != identity:
-            raise InputError(f"{path}: got the identity of another reference, expected {short}; move the directory away")
+            raise InputError(
+                f"{path}: got the identity of another reference, expected {short}; move the directory away"
+            )
         return directory, identity
     directory.mkdir(parents=True, exist_ok=True)
     if config.data.path is None:

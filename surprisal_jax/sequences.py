@@ -3,9 +3,9 @@
     z-free       <bos> <x> x... </x>                <y> y... </y> <eos>
     conditioned  <bos> <x> x... </x> <z> <z_k> </z> <y> y... </y> <eos>
 
-The training step reads a conditioned sequence as a prefix `<bos> <x> x... </x> <z>`, computed once an example, and K suffixes
-`<z_k> </z> <y> y... </y> <eos>`. `alignment_offsets` is the position of a target in the conditioned array minus its position in
-the z-free array; it is 3 for whole sequences and negative for suffixes.
+The training step reads a conditioned sequence as a prefix `<bos> <x> x... </x> <z>`, computed once an example, and K
+suffixes `<z_k> </z> <y> y... </y> <eos>`. `alignment_offsets` is the position of a target in the conditioned array
+minus its position in the z-free array; it is 3 for whole sequences and negative for suffixes.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Vocabulary:
 class SequenceArrays:
     """N examples as padded arrays (row n of every field is one example); masks are per token, True where supervised.
 
-    A loss mask covers the tokens of y, `</y>` and `<eos>`: never x, a tag before y, the latent token or padding. It is built from
-    lengths, never from `token != pad`.
+    A loss mask covers the tokens of y, `</y>` and `<eos>`: never x, a tag before y, the latent token or padding. It is
+    built from lengths, never from `token != pad`.
     """
 
     prefix_tokens: np.ndarray  # int32 [N, P]      <bos> <x> x... </x> <z>
@@ -175,8 +175,8 @@ def check_alignment(
     if wrong.any():
         example, position = (int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(
-            f"example {example}: alignment_offsets {int(alignment_offsets[example])} sends position {position} to z-free position"
-            f" {int(source[example, position])} of {length}, which does not hold the same supervised token"
+            f"example {example}: alignment_offsets {int(alignment_offsets[example])} sends position {position} to"
+            f" z-free position {int(source[example, position])} of {length}, not the same supervised token"
         )
     unequal = loss_mask.sum(axis=1) != z_free_loss_mask.sum(axis=1)
     if unequal.any():

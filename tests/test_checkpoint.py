@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,9 +95,7 @@ def awkward_state() -> dict[str, Any]:
 def test_state_of_every_kind_comes_back_bitwise(tmp_path: Path) -> None:
     state = awkward_state()
     checkpoints = Checkpoints(tmp_path / "new" / "directory", keep=1)
-    checkpoints.save(
-        7, state, {"data": {"epoch": 1, "order": [3, 1], "name": "ü", "rate": 0.1, "none": None}}
-    )
+    checkpoints.save(7, state, {"data": {"epoch": 1, "order": [3, 1], "name": "ü", "rate": 0.1, "none": None}})
     restored = checkpoints.restore_newest(state)
     checkpoints.close()
     assert restored is not None
@@ -156,9 +156,7 @@ def test_mismatch_is_an_error_that_names_the_leaf(tmp_path: Path, change: Any, m
 def test_key_of_another_kind_is_a_mismatch(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, {"key": jax.random.key(0)}, {})
-    with pytest.raises(
-        CheckpointMismatchError, match=r"\['key'\]: checkpoint key<fry>\[\], state key<rbg>\[\]"
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"\['key'\]: checkpoint key<fry>\[\], state key<rbg>\[\]"):
         checkpoints.restore_newest({"key": jax.random.key(0, impl="rbg")})
     with pytest.raises(CheckpointMismatchError, match=r"state uint32\[2\]"):
         checkpoints.restore_newest({"key": jnp.zeros(2, jnp.uint32)})
@@ -168,9 +166,7 @@ def test_key_of_another_kind_is_a_mismatch(tmp_path: Path) -> None:
 def test_wider_type_than_jax_makes_is_an_error_and_not_a_cast(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, {"x": np.array([0.1])}, {})
-    with pytest.raises(
-        CheckpointMismatchError, match=r"\['x'\]: checkpoint float64\[1\], state float32\[1\]"
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"\['x'\]: checkpoint float64\[1\], state float32\[1\]"):
         checkpoints.restore_newest({"x": jnp.zeros(1)})
     with pytest.raises(CheckpointMismatchError, match=r"\['x'\].*comes back as float32"):
         checkpoints.restore_newest({"x": jax.ShapeDtypeStruct((1,), np.float64)})
@@ -285,9 +281,7 @@ def test_host_arrays_may_be_changed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("leftover", ["empty", "file", "partial", "temporary"])
-def test_unfinished_step_is_set_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, leftover: str
-) -> None:
+def test_unfinished_step_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, leftover: str) -> None:
     save_steps(tmp_path, 1)
     step = tmp_path / "2"
     if leftover == "file":
@@ -377,11 +371,13 @@ def test_nothing_readable_is_an_error_that_changes_nothing(tmp_path: Path) -> No
 KILLED = """
 import sys
 from pathlib import Path
-import jax.numpy as jnp
+import numpy as np
 from surprisal_jax.training.checkpoint import Checkpoints
 
 def state(step):
-    return {"a": jnp.full((256, 256), step, jnp.float32), "b": [jnp.full((9,), step, jnp.int32)] * 20}
+    return {"a": np.full((256, 256), step, np.float32), "b": [np.full((9,), step, np.int32)] * 20}
+
+sys.stdin.readline()  # imported; wait for the turn
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 restored = checkpoints.restore_newest(state(0))
 step = 0
@@ -397,34 +393,46 @@ while True:
 """
 
 
-def run_python(script: str, *arguments: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def python_processes(script: str, *arguments: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process for each list of arguments, none of which outlives the block."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *own],
+            env=environment,
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for own in arguments
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_killed_while_saving_leaves_the_step_before(tmp_path: Path) -> None:
     rng = random.Random(0)
     on_disk = 0
-    for _ in range(5):
-        process = run_python(KILLED, str(tmp_path))
-        assert process.stdout is not None and process.stderr is not None
-        first = process.stdout.readline()
-        assert first, process.stderr.read()
-        assert on_disk <= int(first) <= on_disk + 2  # the step in flight may have been finished
-        process.stdout.readline()  # the first save is under way
-        time.sleep(rng.uniform(0.05, 0.4))
-        process.send_signal(signal.SIGKILL)
-        rest, errors = process.communicate()
-        assert process.returncode == -signal.SIGKILL, errors
-        # save(n) begins by waiting for step n - 1, so what was printed is on disk.
-        on_disk = int(rest.split("\n")[-2]) if "\n" in rest else int(first)
+    with python_processes(KILLED, *[[str(tmp_path)]] * 5) as processes:
+        for process in processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            first = int(process.stdout.readline())
+            assert on_disk <= first <= on_disk + 2  # the step in flight may have been finished
+            process.stdout.readline()  # the first save is under way
+            time.sleep(rng.uniform(0.05, 0.4))
+            process.send_signal(signal.SIGKILL)
+            printed = process.stdout.read().split("\n")[:-1]
+            # save(n) begins by waiting for step n - 1, so what was printed is on disk.
+            on_disk = int(printed[-1]) if printed else first
     assert on_disk >= 5
     checkpoints = Checkpoints(tmp_path, keep=2)
     restored = checkpoints.restore_newest({"a": jnp.zeros((256, 256)), "b": [jnp.zeros(9, jnp.int32)] * 20})
@@ -460,12 +468,12 @@ checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 for step in (1, 2, 3):
     checkpoints.save(step, make(step), {"at": step})
 if jax.process_index() == 1:
-    original = ocp.CheckpointManager.restore
-    def restore(self, step, **kwargs):
-        if step == 3:
+    original = ocp.StandardCheckpointHandler.restore
+    def restore(self, path, **kwargs):
+        if path.parent.name == "3":
             raise OSError("this process cannot read step 3")
-        return original(self, step, **kwargs)
-    ocp.CheckpointManager.restore = restore
+        return original(self, path, **kwargs)
+    ocp.StandardCheckpointHandler.restore = restore
 step, state, metadata = checkpoints.restore_newest(make(0))
 same = jax.jit(lambda a, b: jax.tree.map(lambda x, y: jnp.all(x == y), a, b))(state, make(2))
 assert all(jax.tree.leaves(same)), same
@@ -480,9 +488,10 @@ def test_two_processes_restore_the_same_step(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    processes = [run_python(TWO_PROCESSES, str(tmp_path), address, str(index)) for index in range(2)]
-    for process in processes:
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        assert output.splitlines()[-1] == "2 {'at': 2}"
+    arguments = [[str(tmp_path), address, str(index)] for index in range(2)]
+    with python_processes(TWO_PROCESSES, *arguments) as processes:
+        for process in processes:
+            output, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+            assert output.splitlines()[-1] == "2 {'at': 2}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "3.unreadable"]

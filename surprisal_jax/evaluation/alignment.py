@@ -55,9 +55,7 @@ def strategy_credit(fits: Sequence[Sequence[AbstractSet[str]]], strategies: Sequ
         for k, fitting in enumerate(per_latent):
             for name in fitting:
                 if name not in column:
-                    raise ValueError(
-                        f"instance {n}, latent {k}: unknown strategy {name!r}; known: {list(strategies)}"
-                    )
+                    raise ValueError(f"instance {n}, latent {k}: unknown strategy {name!r}; known: {list(strategies)}")
                 credit[n, k, column[name]] = 1.0 / len(fitting)
     return credit
 
@@ -109,14 +107,10 @@ def final_answer_correct(predicted: Sequence[Sequence[str | None]], answers: Seq
     """Whether each decode ends at the true answer: N x K predictions (None: unreadable) -> bool [N, K]."""
     if len(predicted) != len(answers):
         raise ValueError(f"{len(predicted)} instances have decodes, {len(answers)} have a true answer")
-    return np.array(
-        [[p is not None and p == a for p in row] for row, a in zip(predicted, answers, strict=True)], bool
-    )
+    return np.array([[p is not None and p == a for p in row] for row, a in zip(predicted, answers, strict=True)], bool)
 
 
-def posterior_alignment(
-    latents: ArrayLike, strategy_index: ArrayLike, mapping: Iterable[tuple[int, int]]
-) -> float:
+def posterior_alignment(latents: ArrayLike, strategy_index: ArrayLike, mapping: Iterable[tuple[int, int]]) -> float:
     """Share of records whose latent is mapped to the record's true strategy.
 
     Args:
@@ -209,9 +203,7 @@ def bootstrap_interval(
       ValueError: n < 1, resamples < 1, `rows_of` outside [0, n), or a resample without a finite value.
     """
     if n < 1 or resamples < 1:
-        raise ValueError(
-            f"a bootstrap needs at least one instance and one resample, got n={n}, resamples={resamples}"
-        )
+        raise ValueError(f"a bootstrap needs at least one instance and one resample, got n={n}, resamples={resamples}")
     expand = None if rows_of is None else _rows_of_instances(np.asarray(rows_of, np.int64), n)
     values = np.empty(resamples)
     for r in range(resamples):
@@ -279,8 +271,7 @@ def collapse_threshold(
         )
     if not base.shape == weighted_base.shape == inverse_base.shape == pi.shape[:1]:
         raise ValueError(
-            f"base losses must have shape {pi.shape[:1]}, "
-            f"got {base.shape}, {weighted_base.shape}, {inverse_base.shape}"
+            f"base losses must have shape {pi.shape[:1]}, got {base.shape}, {weighted_base.shape}, {inverse_base.shape}"
         )
     if not divisor_floor > 0:
         raise ValueError(f"divisor_floor must be positive, got {divisor_floor}")
@@ -372,9 +363,7 @@ def _require_credit(credit: Floats) -> None:
 def _require_rows(latents: ArrayLike, strategy_index: ArrayLike) -> tuple[Ints, Ints]:
     rows = np.asarray(latents, np.int64), np.asarray(strategy_index, np.int64)
     if rows[0].ndim != 1 or rows[0].shape != rows[1].shape or rows[0].size == 0:
-        raise ValueError(
-            f"latents and strategies must be equally long lists, got {rows[0].shape} and {rows[1].shape}"
-        )
+        raise ValueError(f"latents and strategies must be equally long lists, got {rows[0].shape} and {rows[1].shape}")
     return rows
 
 

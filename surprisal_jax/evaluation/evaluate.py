@@ -18,12 +18,13 @@ from surprisal_jax.data import evaluation_rows, gather
 from surprisal_jax.dataset import Dataset
 from surprisal_jax.evaluation import alignment
 from surprisal_jax.evaluation.decode import greedy_decode
-from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.evaluation.report import write_latents_by_strategies, write_token_heat_map, write_training_curves
+from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.sharding import compile_over_data, put_batch
-from surprisal_jax.training.stages import EVALUATION_BATCH
+from surprisal_jax.training.stages import evaluation_batch
 from surprisal_jax.training.step import Evaluation, Hyperparameters, LatentStep
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -52,7 +53,7 @@ def evaluate_records(
     arrays = {**dataset.arrays, "base_token_nll": trained.scores}
     compiled = compile_over_data(trained.step.evaluate, trained.mesh, batched=(False, True, False))
     parts = []
-    for batch_rows in evaluation_rows(rows[:, None], EVALUATION_BATCH):
+    for batch_rows in evaluation_rows(rows[:, None], evaluation_batch(trained.mesh)):
         batch = put_batch(gather(arrays, batch_rows), trained.mesh)
         parts.append(jax.device_get(compiled(trained.params, batch, trained.hyperparameters)))
         report(1)
@@ -82,7 +83,7 @@ def decode_forced_latents(
     compiled = compile_over_data(decode, trained.mesh, batched=(False, True, True))
     outputs: list[list[str]] = []
     log_router = []
-    for batch_rows in evaluation_rows(rows[:, None], EVALUATION_BATCH):
+    for batch_rows in evaluation_rows(rows[:, None], evaluation_batch(trained.mesh)):
         batch = put_batch(gather(prompts, batch_rows), trained.mesh)
         tokens, router = jax.device_get(
             compiled(trained.params["model"], batch["prefix_tokens"], batch["prefix_lengths"])
@@ -126,7 +127,7 @@ def evaluate_run(
     """Decode, read the posterior, measure; with a progress bar of its own."""
     test, validation = dataset.rows["test"], dataset.rows["validation"]
     instances = min(config.data.test_instances, len({dataset.records[row].x for row in test}))
-    total = sum(-(-count // EVALUATION_BATCH) for count in (instances, len(test), len(validation)))
+    total = sum(-(-count // evaluation_batch(trained.mesh)) for count in (instances, len(test), len(validation)))
     with StageLog("evaluate", total, 0, directory, log_every=1) as log:
         done = 0
 
@@ -241,7 +242,8 @@ def rho_recon(validation: Evaluation, c_base: float) -> float:
 
 
 def validation_metrics(trained: Trained, dataset: Dataset, c_base: float) -> dict[str, float]:
-    """What is watched while the disentangle stage runs: `rho_recon`, and the posterior against the strategies where these are known."""
+    """What is watched while the disentangle stage runs: `rho_recon`, and the posterior against the strategies where
+    these are known."""
     rows = dataset.rows["validation"]
     evaluation = evaluate_records(trained, dataset, rows)
     metrics = {"validation_rho_recon": rho_recon(evaluation, c_base)}
@@ -278,7 +280,9 @@ def floor_warnings(config: ExperimentConfig, weighting: losses.TokenWeighting, m
         ),
     }
     return [
-        f"{name} acts on {rate:.0%} of the training data" for name, (weight, rate) in rates.items() if weight and rate > 0.5
+        f"{name} acts on {rate:.0%} of the training data"
+        for name, (weight, rate) in rates.items()
+        if weight and rate > 0.5
     ]
 
 
@@ -305,8 +309,11 @@ def write_figures(directory: Path, dataset: Dataset, report: Report, curves: Seq
     write_token_heat_map(directory / "token_heat_map.png", rows)
 
 
-def weighting_metrics(config: ExperimentConfig, dataset: Dataset, weighting: Any, rows: np.ndarray, c_base: float) -> dict[str, float | None]:
-    """`collapse_threshold` and `strategy_token_share` of the given rows, from the token weights alone, before any training.
+def weighting_metrics(
+    config: ExperimentConfig, dataset: Dataset, weighting: Any, rows: np.ndarray, c_base: float
+) -> dict[str, float | None]:
+    """`collapse_threshold` and `strategy_token_share` of the given rows, from the token weights alone, before any
+    training.
 
     Args:
       weighting: `TokenWeighting` of these rows on suffix positions, host arrays.
@@ -342,7 +349,8 @@ def weighting_metrics(config: ExperimentConfig, dataset: Dataset, weighting: Any
 
 
 def _records_of_decoded(dataset: Dataset, decodes: Decodes) -> tuple[np.ndarray, np.ndarray]:
-    """Test records with a known strategy whose x was decoded: the index of that x, and their place in the test split."""
+    """Test records with a known strategy whose x was decoded: the index of that x, and their place in the test
+    split."""
     index = {x: n for n, x in enumerate(decodes.xs)}
     pairs = [
         (index[record.x], i)

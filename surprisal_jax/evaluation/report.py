@@ -85,9 +85,7 @@ def latents_by_strategies_figure(
 
     shares = np.asarray(table, np.float64)
     if shares.ndim != 2 or 0 in shares.shape or shares.shape[1] != len(strategies):
-        raise ValueError(
-            f"expected a table of latents x {len(strategies)} strategies, got shape {shares.shape}"
-        )
+        raise ValueError(f"expected a table of latents x {len(strategies)} strategies, got shape {shares.shape}")
     none = 1.0 - shares.sum(axis=1)
     if not (shares >= -1e-6).all() or not (none >= -1e-6).all():
         raise ValueError("the table must hold shares: none negative, no row above 1 in total")
@@ -298,9 +296,7 @@ def _draw_panel(axes: Axes, panel: _Panel, curves: Mapping[tuple[str, bool], Map
 # ---- token heat map
 
 
-def write_token_heat_map(
-    path: str | Path, rows: Sequence[tuple[str, Sequence[str], ArrayLike, ArrayLike]]
-) -> None:
+def write_token_heat_map(path: str | Path, rows: Sequence[tuple[str, Sequence[str], ArrayLike, ArrayLike]]) -> None:
     """Write the picture of `token_heat_map_figure` to a PNG file."""
     _write_png(path, token_heat_map_figure(rows))
 
@@ -418,9 +414,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     from rich.text import Text
 
     intervals = summary.get("intervals_95", {})
-    table = Table(
-        title="Evaluation", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
-    )
+    table = Table(title="Evaluation", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("metric")
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("95% interval", no_wrap=True)

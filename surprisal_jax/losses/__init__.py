@@ -1,8 +1,8 @@
 """Pure loss functions: arrays in, arrays out. They never see a model, a configuration or a batch dictionary.
 
-Every public function bears any leading axes, works under `jit`, `vmap`, `grad`, `pmap`, `shard_map` and `scan`, computes in float32 nats
-whatever dtype comes in, and takes masks as bool or 0/1. `loss_mask` is per token `[..., T]`; `mask` is per scored position `[..., T-1]`,
-`loss_mask[..., 1:]`: position t of a result scores token t + 1.
+Every public function bears any leading axes, works under `jit`, `vmap`, `grad`, `pmap`, `shard_map` and `scan`,
+computes in float32 nats whatever dtype comes in, and takes masks as bool or 0/1. `loss_mask` is per token `[..., T]`;
+`mask` is per scored position `[..., T-1]`, `loss_mask[..., 1:]`: position t of a result scores token t + 1.
 """
 
 from surprisal_jax.losses.divergence import (

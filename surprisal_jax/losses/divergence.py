@@ -23,8 +23,8 @@ def categorical_kl(log_q: Float[Array, "*batch K"], log_p: Float[Array, "*batch 
       log_q, log_p: `[..., K]` log-probabilities, normalised; -inf is allowed.
 
     Returns:
-      `[...]` float32. `0 log 0 = 0`, also where p is 0 as well; +inf where p is 0 and q is not. Gradients flow to both and are finite
-      wherever the value is.
+      `[...]` float32. `0 log 0 = 0`, also where p is 0 as well; +inf where p is 0 and q is not. Gradients flow to both
+      and are finite wherever the value is.
     """
     chex.assert_equal_shape([log_q, log_p])
     log_q, log_p = log_q.astype(jnp.float32), log_p.astype(jnp.float32)
@@ -39,7 +39,8 @@ def inter_latent_divergence(
     loss_mask: Shaped[Array, "*batch T"],
     token_weights: Float[Array, "*batch T-1"],
 ) -> Float[Array, "*batch"]:
-    """`sum_t pi_t JSD_t`, the Jensen-Shannon divergence of the K latent-conditioned next-token distributions, uniform mixture.
+    """`sum_t pi_t JSD_t`, the Jensen-Shannon divergence of the K latent-conditioned next-token distributions, uniform
+    mixture.
 
     Args:
       logits: `[..., K, T, V]`; position t predicts token t + 1, so the last position is not used.
@@ -65,8 +66,9 @@ def inter_latent_divergence_from_hidden(
 ) -> Float[Array, "*batch"]:
     """`inter_latent_divergence(hidden @ unembedding, ...)` with at most `chunk_size` rows of logits alive.
 
-    A row is one position of one latent, so a chunk holds `chunk_size // K` positions (at least one); it is recomputed in the backward
-    pass. Arguments and result are those of `inter_latent_divergence` and `masked_token_nll_from_hidden`.
+    A row is one position of one latent, so a chunk holds `chunk_size // K` positions (at least one); it is recomputed
+    in the backward pass. Arguments and result are those of `inter_latent_divergence` and
+    `masked_token_nll_from_hidden`.
 
     Raises:
       ValueError: `chunk_size` below 1.
@@ -88,9 +90,12 @@ def inter_latent_divergence_from_hidden(
 
 
 def _rows_by_latent(
-    values: Float[Array, "*batch K T F"], loss_mask: Shaped[Array, "*batch T"], token_weights: Float[Array, "*batch T-1"]
+    values: Float[Array, "*batch K T F"],
+    loss_mask: Shaped[Array, "*batch T"],
+    token_weights: Float[Array, "*batch T-1"],
 ) -> tuple[Float[Array, "N K F"], Shaped[Array, " N"], Float[Array, "*batch T-1"]]:
-    """Scored positions as rows `[N, K, F]`, zeroed off the mask, with the flat mask and the detached float32 weights."""
+    """Scored positions as rows `[N, K, F]`, zeroed off the mask, with the flat mask and the detached float32
+    weights."""
     mask = loss_mask[..., 1:].astype(bool)
     chex.assert_equal_shape([mask, token_weights])
     by_position = jnp.moveaxis(values[..., :-1, :], -3, -2)
@@ -101,14 +106,13 @@ def _rows_by_latent(
     return select(jnp.broadcast_to(flat_mask[:, None, None], rows.shape), rows), flat_mask, weights
 
 
-def _jensen_shannon(
-    logits: Float[Array, "N K V"], mask: Shaped[Array, " N"]
-) -> Float[Array, " N"]:
+def _jensen_shannon(logits: Float[Array, "N K V"], mask: Shaped[Array, " N"]) -> Float[Array, " N"]:
     """JSD over K, one a row, as `mean_k sum_v m (exp(d) d - expm1(d))` with `d = log p_k - log m`.
 
-    Each summand is >= 0 and of second order in d, so nothing cancels; the difference of entropies is 5e-6 off in float32 and goes
-    negative. d itself is formed from differences between latents, never from two log-probabilities of size ln V: near collapse it is
-    1e-4 and a rounding of 1e-6 would be seen. All shifts are common to the latents, cancel exactly, and carry no gradient.
+    Each summand is >= 0 and of second order in d, so nothing cancels; the difference of entropies is 5e-6 off in
+    float32 and goes negative. d itself is formed from differences between latents, never from two log-probabilities of
+    size ln V: near collapse it is 1e-4 and a rounding of 1e-6 would be seen. All shifts are common to the latents,
+    cancel exactly, and carry no gradient.
     """
     logits = select(jnp.broadcast_to(mask[:, None, None], logits.shape), logits.astype(jnp.float32))
     num_latents = logits.shape[-2]

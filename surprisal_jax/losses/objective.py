@@ -54,7 +54,10 @@ def weighted_total(terms: Any, coefficients: Any) -> Float[Array, "*batch"]:
     """
     products = jax.tree.leaves(jax.tree.map(lambda term, coefficient: coefficient * term, terms, coefficients))
     chex.assert_equal_shape(products)
-    return sum(products[1:], start=products[0])
+    total: Float[Array, "*batch"] = products[0]
+    for product in products[1:]:
+        total = total + product
+    return total
 
 
 def closed_form_log_posterior(
@@ -70,8 +73,9 @@ def closed_form_log_posterior(
       log_router: `[..., K]` log-probabilities.
       reconstruction: `[..., K]` nats, R: the coefficient-weighted total of the six terms under each latent.
       beta: above 0; a scalar, may be traced.
-      group_mask: None: every example has a latent of its own. Else `[..., G]`, the leading shape of the arguments, true for the examples
-        that count: the last leading axis holds the examples of one group, which share z, so `log router - R / beta` is summed over it.
+      group_mask: None: every example has a latent of its own. Else `[..., G]`, the leading shape of the arguments, true
+        for the examples that count: the last leading axis holds the examples of one group, which share z, so
+        `log router - R / beta` is summed over it.
 
     Returns:
       `[..., K]` float32 under `stop_gradient`; within a group the same for every example.
@@ -84,7 +88,8 @@ def closed_form_log_posterior(
 def amortized_log_posterior(
     logits: Float[Array, "*batch K"], *, group_mask: Shaped[Array, "*batch"] | None = None
 ) -> Float[Array, "*batch K"]:
-    """`log_softmax` of the posterior network's logits, summed over the examples of a group where z belongs to the group.
+    """`log_softmax` of the posterior network's logits, summed over the examples of a group where z belongs to the
+    group.
 
     Args and returns are those of `closed_form_log_posterior`; here the gradient flows to the logits.
     """
@@ -112,11 +117,12 @@ def prior_kl(
     *,
     group_mask: Shaped[Array, "*batch"] | None = None,
 ) -> Float[Array, "*batch"]:
-    """`KL(q || router)`, one an example; in a group of n examples the entropy of the shared q counts once, 1/n an example.
+    """`KL(q || router)`, one an example; in a group of n examples the entropy of the shared q counts once, 1/n an
+    example.
 
-    Summed over a group this is `sum_i CE(q, router_i) - H(q)`, so that `E_q[R] + beta prior_kl` has `closed_form_log_posterior` as its
-    minimiser and the free energy `-beta logsumexp(sum_i (log router_i - R_i / beta))` as its minimum, and every router is still fitted to
-    the frequency of z given its own x.
+    Summed over a group this is `sum_i CE(q, router_i) - H(q)`, so that `E_q[R] + beta prior_kl` has
+    `closed_form_log_posterior` as its minimiser and the free energy `-beta logsumexp(sum_i (log router_i - R_i /
+    beta))` as its minimum, and every router is still fitted to the frequency of z given its own x.
 
     Args:
       log_q, log_router: `[..., K]`.

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 class ReconstructionTerms(NamedTuple):
-    """Six views of one reconstruction loss; with `l_t` the generator's NLL, `u_t = m_t / sum m`, all divisors detached and floored.
+    """Six views of one reconstruction loss; with `l_t` the generator's NLL, `u_t = m_t / sum m`, all divisors detached
+    and floored.
 
-    The same structure holds the terms' coefficients. The published note names the stack; these definitions are this project's reading.
+    The same structure holds the terms' coefficients. The published note names the stack; these definitions are this
+    project's reading.
 
     Attributes:
       raw_reconstruction_loss: `sum u l`, nats.
@@ -49,16 +51,19 @@ def reconstruction_terms(
     """All six terms, one value an example (and a latent).
 
     Args:
-      token_nll: `[..., T-1]` nats; with `latent_axis`, one more axis there, such as `[B, K, T-1]` with `latent_axis=-2`.
+      token_nll: `[..., T-1]` nats; with `latent_axis`, one more axis there, such as `[B, K, T-1]` with
+        `latent_axis=-2`.
       mask: `[..., T-1]`, without a latent axis.
       weighting: the bundle of the same examples, without a latent axis; detached again here.
       c_base: nats, a scalar: the mean over validation examples of `example_base_loss` under the best reference.
-      latent_axis: where `token_nll` has its latent axis (never the last); None: it has none. Never inferred from shapes.
-      divisor_floor: nats; every divisor is `max(value, divisor_floor)`, on the quantity itself and never on one factor of it.
+      latent_axis: where `token_nll` has its latent axis (never the last); None: it has none. Never inferred from
+        shapes.
+      divisor_floor: nats; every divisor is `max(value, divisor_floor)`, on the quantity itself and never on one factor
+        of it.
 
     Returns:
-      `ReconstructionTerms`, leaves `[...]` (with the latent axis), float32. The gradient flows to `token_nll` alone. An example without a
-      supervised token has 0 in every leaf.
+      `ReconstructionTerms`, leaves `[...]` (with the latent axis), float32. The gradient flows to `token_nll` alone. An
+      example without a supervised token has 0 in every leaf.
 
     Raises:
       ValueError: `latent_axis` is the token axis.

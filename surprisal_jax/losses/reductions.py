@@ -50,9 +50,8 @@ def ratio_or_one(numerator: Float[Array, "*dims"], denominator: Float[Array, "*d
     return jnp.where(is_zero, 1.0, numerator / jnp.where(is_zero, 1.0, denominator))
 
 
-def floored_divisor(
-    value: Float[Array, "*dims"], divisor_floor: float | Float[Array, ""]
-) -> Float[Array, "*dims"]:
-    """`max(value, divisor_floor)` under `stop_gradient`, in float32: what a reconstruction term is divided by, in nats."""
+def floored_divisor(value: Float[Array, "*dims"], divisor_floor: float | Float[Array, ""]) -> Float[Array, "*dims"]:
+    """`max(value, divisor_floor)` under `stop_gradient`, in float32: what a reconstruction term is divided by, in
+    nats."""
     value = jnp.asarray(value, jnp.float32)
     return jax.lax.stop_gradient(jnp.maximum(value, jnp.asarray(divisor_floor, jnp.float32)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import chex
 import jax
@@ -22,13 +23,15 @@ def masked_token_nll_per_position(
     The shift by one is made here: position t of the result scores token t + 1 with the logits of position t.
 
     Args:
-      logits: `[..., T, V]`, any float dtype; all arithmetic is in float32 (bfloat16 cross entropy is off by up to 0.07 nats).
-      tokens: `[..., T]` integer ids. Off the mask any value is allowed, -1 and -100 too: it is replaced before it is used.
+      logits: `[..., T, V]`, any float dtype; all arithmetic is in float32 (bfloat16 cross entropy is off by up to 0.07
+        nats).
+      tokens: `[..., T]` integer ids. Off the mask any value is allowed, -1 and -100 too: it is replaced before it is
+        used.
       loss_mask: `[..., T]`, true for the tokens that are targets; `loss_mask[..., 0]` has no position that predicts it.
 
     Returns:
-      `[..., T-1]` float32, never negative, exactly 0 off the mask. Gradients off the mask are exactly 0, also where the logits there
-      are NaN.
+      `[..., T-1]` float32, never negative, exactly 0 off the mask. Gradients off the mask are exactly 0, also where the
+      logits there are NaN.
     """
     chex.assert_equal_shape([tokens, loss_mask])
     chex.assert_equal_shape_prefix([logits, tokens], tokens.ndim)
@@ -45,17 +48,19 @@ def masked_token_nll_from_hidden(
     chunk_size: int,
     precision: jax.lax.PrecisionLike = jax.lax.Precision.HIGHEST,
 ) -> Float[Array, "*batch T-1"]:
-    """`masked_token_nll_per_position(hidden @ unembedding, tokens, loss_mask)` with at most `chunk_size` rows of logits alive.
+    """`masked_token_nll_per_position(hidden @ unembedding, tokens, loss_mask)` with at most `chunk_size` rows of logits
+    alive.
 
-    A row is one scored position of one sequence (of one latent). Chunks are recomputed in the backward pass, so nothing of size
-    `[..., T, V]` is kept, and every position may carry a cotangent of its own.
+    A row is one scored position of one sequence (of one latent). Chunks are recomputed in the backward pass, so nothing
+    of size `[..., T, V]` is kept, and every position may carry a cotangent of its own.
 
     Args:
       hidden: `[..., T, D]` final hidden states, any float dtype.
       unembedding: `[D, V]`.
       tokens, loss_mask: as in `masked_token_nll_per_position`.
       chunk_size: rows of `[V]` logits in memory at once; one chunk where it is at least the number of rows.
-      precision: of the logit matmul, whose output is float32 always. A TPU multiplies float32 in bfloat16 passes unless told.
+      precision: of the logit matmul, whose output is float32 always. A TPU multiplies float32 in bfloat16 passes unless
+        told.
 
     Returns:
       `[..., T-1]` float32 nats, 0 off the mask.
@@ -80,11 +85,17 @@ def masked_token_nll_from_hidden(
     return map_chunks(chunk_nll, flat, unembedding, chunk_size).reshape(mask.shape)
 
 
-def score_reference(apply_fn, params, tokens, loss_mask):  # type: ignore[no-untyped-def]
+def score_reference(
+    apply_fn: Callable[[Any, Array], Array],
+    params: Any,
+    tokens: Int[Array, "*batch T"],
+    loss_mask: Shaped[Array, "*batch T"],
+) -> Float[Array, "*batch T-1"]:
     """`b_t`, the frozen reference's per-token NLL on the z-free sequence: nats, float32, no gradient.
 
     Args:
-      apply_fn: `(params, tokens [..., T]) -> logits [..., T, V]`, deterministic, with the logit matmul at precision HIGHEST.
+      apply_fn: `(params, tokens [..., T]) -> logits [..., T, V]`, deterministic, with the logit matmul at precision
+        HIGHEST.
       params: the reference's parameters; their gradient through this function is exactly 0.
       tokens: `[..., T]` z-free sequences.
       loss_mask: `[..., T]`.
@@ -110,7 +121,7 @@ def logits_from_hidden(
     )
 
 
-def map_chunks(function, rows, shared, chunk_size: int):  # type: ignore[no-untyped-def]
+def map_chunks(function: Callable[..., Array], rows: Any, shared: Any, chunk_size: int) -> Array:
     """`function(rows, shared)` over chunks of at most `chunk_size` rows, recomputed in the backward pass.
 
     Args:
@@ -125,19 +136,19 @@ def map_chunks(function, rows, shared, chunk_size: int):  # type: ignore[no-unty
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
     count = jax.tree.leaves(rows)[0].shape[0]
-    checkpointed = jax.checkpoint(function, prevent_cse=False)
+    checkpointed: Callable[..., Array] = jax.checkpoint(function, prevent_cse=False)
     if count <= chunk_size:
         return checkpointed(rows, shared)
     num_chunks = -(-count // chunk_size)
     padding = num_chunks * chunk_size - count
 
-    def to_chunks(x):  # type: ignore[no-untyped-def]
+    def to_chunks(x: Array) -> Array:
         padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(num_chunks, chunk_size, *x.shape[1:])
 
     chunks = jax.tree.map(to_chunks, rows)
     _, results = jax.lax.scan(lambda carry, chunk: (carry, checkpointed(chunk, shared)), None, chunks)
-    return jax.tree.map(lambda x: x.reshape(num_chunks * chunk_size, *x.shape[2:])[:count], results)
+    return results.reshape(num_chunks * chunk_size, *results.shape[2:])[:count]
 
 
 def _nll_from_logits(
@@ -145,8 +156,8 @@ def _nll_from_logits(
 ) -> Float[Array, "*rows"]:
     """`-log_softmax(l)_y`, as `log1p(sum_{v != y} exp(l_v - l_y))` where the target attains the maximum.
 
-    The second form keeps the relative precision of a small NLL and of its gradient. Where the target is not the maximum, the distance
-    `max l - l_y` and the log of a sum of at least 1 are added, and nothing cancels.
+    The second form keeps the relative precision of a small NLL and of its gradient. Where the target is not the
+    maximum, the distance `max l - l_y` and the log of a sum of at least 1 are added, and nothing cancels.
     """
     logits = select(jnp.broadcast_to(mask[..., None], logits.shape), logits.astype(jnp.float32))
     targets = jnp.where(mask, targets, 0)[..., None]

@@ -1,4 +1,5 @@
-"""Where the reconstruction loss is put: alignment of the reference's surprisal, surprisal shares, and the bundle of both."""
+"""Where the reconstruction loss is put: alignment of the reference's surprisal, surprisal shares, and the bundle of
+both."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class TokenWeighting(NamedTuple):
       token_weighted_base_loss: `[...]` nats, `sum pi b`.
       inverse_token_weighted_base_loss: `[...]` nats, `sum rho b`.
       token_concentration_factor: `[...]`, `token_weighted_base_loss / example_base_loss`; 1 where every b is 0.
-      inverse_token_base_scale_factor: `[...]`, `inverse_token_weighted_base_loss / example_base_loss`; 1 where every b is 0.
+      inverse_token_base_scale_factor: `[...]`, `inverse_token_weighted_base_loss / example_base_loss`; 1 where every b
+        is 0.
     """
 
     token_weights: Float[Array, "*batch T-1"]
@@ -48,8 +50,8 @@ def token_weighted_masked_nll_per_example(
     Args:
       token_nll: `[..., T-1]`; what stands off the mask, NaN too, has no influence on value or gradient.
       mask: `[..., T-1]`, true at the supervised positions (`loss_mask[..., 1:]`).
-      token_weights: `[..., T-1]`, used as they are (they sum to 1 an example for this package's weights). None: the uniform mean,
-        `u_t = m_t / sum m`.
+      token_weights: `[..., T-1]`, used as they are (they sum to 1 an example for this package's weights). None: the
+        uniform mean, `u_t = m_t / sum m`.
 
     Returns:
       `[...]` float32; 0 where no token is supervised.
@@ -70,9 +72,9 @@ def align_to_conditioned(
 ) -> tuple[Float[Array, "*batch T-1"], Shaped[Array, "*batch T-1"]]:
     """Per-position values of the z-free sequence on the positions of the conditioned one.
 
-    Conditioned position j reads z-free position `j - alignment_offsets`. `take_along_axis` wraps negative indices and fills past the
-    end, so the index is clipped and what was clipped is masked; that no supervised target is lost is checked on the host, where a
-    batch is built.
+    Conditioned position j reads z-free position `j - alignment_offsets`. `take_along_axis` wraps negative indices and
+    fills past the end, so the index is clipped and what was clipped is masked; that no supervised target is lost is
+    checked on the host, where a batch is built.
 
     Args:
       values: `[..., S-1]` on z-free positions.
@@ -87,7 +89,8 @@ def align_to_conditioned(
     chex.assert_equal_shape_prefix([values, target_mask, alignment_offsets], alignment_offsets.ndim)
     chex.assert_rank(target_mask, values.ndim)
     length = values.shape[-1]
-    source = jnp.arange(target_mask.shape[-1], dtype=alignment_offsets.dtype) - alignment_offsets[..., None]
+    positions = jax.lax.broadcasted_iota(alignment_offsets.dtype, target_mask.shape, target_mask.ndim - 1)
+    source = positions - alignment_offsets[..., None]
     index = jnp.clip(source, 0, length - 1)
     inside = (source >= 0) & (source < length)
     mask = inside & target_mask.astype(bool) & jnp.take_along_axis(source_mask.astype(bool), index, axis=-1)
@@ -99,8 +102,8 @@ def surprisal_share_weights(
 ) -> Float[Array, "*batch T-1"]:
     """`pi_t = m_t b_t^alpha / sum_s m_s b_s^alpha`, in log space, under `stop_gradient`.
 
-    Limits, for any finite alpha: `alpha = 0` is exactly uniform, also where `b = 0`; with `alpha > 0` a `b` of 0 has no weight unless
-    all are 0, which is uniform; with `alpha < 0` the zeros share all the weight evenly.
+    Limits, for any finite alpha: `alpha = 0` is exactly uniform, also where `b = 0`; with `alpha > 0` a `b` of 0 has no
+    weight unless all are 0, which is uniform; with `alpha < 0` the zeros share all the weight evenly.
 
     Args:
       token_nll: `[..., T-1]` nats, at least 0; -0.0 counts as 0. Not read off the mask.
@@ -148,11 +151,12 @@ def compute_token_weighting(
       conditioned_mask: `[..., T-1]`, supervised conditioned positions.
       alignment_offsets: `[...]`, see `align_to_conditioned`.
       alpha: the temper, a scalar; may be traced.
-      inverse_nll_floor: nats; `rho` uses `max(b, floor)`, since a float32 NLL of exactly 0 is rounding noise. 0 is the exact limit.
+      inverse_nll_floor: nats; `rho` uses `max(b, floor)`, since a float32 NLL of exactly 0 is rounding noise. 0 is the
+        exact limit.
 
     Returns:
-      `TokenWeighting`, every leaf float32 and under `stop_gradient`. An example without a supervised token has weights and losses 0 and
-      factors 1.
+      `TokenWeighting`, every leaf float32 and under `stop_gradient`. An example without a supervised token has weights
+      and losses 0 and factors 1.
     """
     surprisal, mask = align_to_conditioned(
         jax.lax.stop_gradient(base_token_nll.astype(jnp.float32)), base_mask, conditioned_mask, alignment_offsets

@@ -1,6 +1,7 @@
 """Router, generator and posterior: the latent-variable view of a decoder.
 
-Router and generator are one decoder: the router is its next-token distribution after `<z>` restricted to the latent tokens, the generator
+Router and generator are one decoder: the router is its next-token distribution after `<z>` restricted to the latent
+  tokens, the generator
 its suffixes `<z_k> </z> <y> y </y> <eos>`. All K latents are enumerated over one prefix.
 """
 
@@ -19,26 +20,27 @@ Array = jax.Array
 
 
 class PosteriorNetwork(nnx.Module):
-    """`q(z | x, y)`: a decoder of its own over the z-free sequence, its hidden states pooled over the supervised tokens, a linear head."""
+    """`q(z | x, y)`: a decoder of its own over the z-free sequence, its hidden states pooled over the supervised
+    tokens, a linear head."""
 
     def __init__(self, config: ModelConfig, vocabulary_size: int, num_latents: int, *, rngs: nnx.Rngs) -> None:
         self.decoder = Decoder(config, vocabulary_size, rngs=rngs)
         self.head = nnx.Linear(config.width, num_latents, rngs=rngs)
 
     def __call__(self, tokens: Array, loss_mask: Array) -> Array:
-        """Logits `[B, K]`, float32, for z-free sequences `[B, S]`; only the positions of y, `</y>` and `<eos>` are pooled."""
+        """Logits `[B, K]`, float32, for z-free sequences `[B, S]`; only the positions of y, `</y>` and `<eos>` are
+        pooled."""
         hidden = jnp.where(loss_mask[..., None], self.decoder(tokens).astype(jnp.float32), 0.0)
         count = jnp.maximum(jnp.sum(loss_mask, axis=-1, dtype=jnp.float32), 1.0)
         return self.head(jnp.sum(hidden, axis=-2) / count[:, None])
 
 
 def router_log_probs(decoder: Decoder, prefix: Prefix, latent_ids: Sequence[int]) -> Array:
-    """`log p(z | x)`, `[B, K]` float32: the logits after `<z>`, the prefix's last token, over the latent tokens alone."""
+    """`log p(z | x)`, `[B, K]` float32: the logits after `<z>`, the prefix's last token, over the latent tokens
+    alone."""
     last = jnp.take_along_axis(prefix.hidden, (prefix.lengths - 1)[:, None, None], axis=1)[:, 0]
     latent_embeddings = decoder.unembedding[:, latent_ids[0] : latent_ids[-1] + 1]
-    logits = jnp.einsum(
-        "bd,dk->bk", last.astype(jnp.float32), latent_embeddings, precision=jax.lax.Precision.HIGHEST
-    )
+    logits = jnp.einsum("bd,dk->bk", last.astype(jnp.float32), latent_embeddings, precision=jax.lax.Precision.HIGHEST)
     return jax.nn.log_softmax(logits, axis=-1)
 
 
@@ -51,10 +53,11 @@ def branch_tokens(suffix_tokens: Array, latent_ids: Sequence[int]) -> Array:
 
 
 def redraw_latent_embeddings(embedding: Array, latent_ids: Sequence[int], scale: float, key: Array) -> Array:
-    """The embedding `[V, D]` with the latent rows drawn anew: normal, `scale` times the standard deviation of the other rows.
+    """The embedding `[V, D]` with the latent rows drawn anew: normal, `scale` times the standard deviation of the other
+    rows.
 
-    The reference never saw the latent tokens, so their rows are its initialisation. Small rows start the latents close together, which keeps
-    the first posterior soft.
+    The reference never saw the latent tokens, so their rows are its initialisation. Small rows start the latents close
+    together, which keeps the first posterior soft.
     """
     start, stop = latent_ids[0], latent_ids[-1] + 1
     others = jnp.std(jnp.concatenate([embedding[:start], embedding[stop:]]))

@@ -1,8 +1,8 @@
 """One decoder family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Qkv bias, query/key norms and tied embeddings are options, so that the small models trained here and Llama, Qwen2/2.5/3 and SmolLM shapes are
-the same code. Arrays have a branch axis N beside the batch: the prefix of an example has one branch, its K suffixes have K, and every
-branch attends the one prefix.
+Qkv bias, query/key norms and tied embeddings are options, so that the small models trained here and Llama, Qwen2/2.5/3
+and SmolLM shapes are the same code. Arrays have a branch axis N beside the batch: the prefix of an example has one
+branch, its K suffixes have K, and every branch attends the one prefix.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ Array = jax.Array
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer: `[B, S, H, D]` where all branches share them, `[B, N, S, H, D]` where each has its own."""
+    """Keys and values of one layer: `[B, S, H, D]` where all branches share them, `[B, N, S, H, D]` where each has its
+    own."""
 
     keys: Array
     values: Array
 
 
 class Prefix(NamedTuple):
-    """A computed prefix: hidden states `[B, P, D]`, the layers' caches, and true lengths `[B]` (positions beyond are never attended)."""
+    """A computed prefix: hidden states `[B, P, D]`, the layers' caches, and true lengths `[B]` (positions beyond are
+    never attended)."""
 
     hidden: Array
     caches: tuple[LayerCache, ...]
@@ -122,7 +124,8 @@ class Decoder(nnx.Module):
         return self.embedding[...].T if self.config.tied_embeddings else self.output_embedding[...]
 
     def __call__(self, tokens: Array) -> Array:
-        """Hidden states `[B, T, D]` of right-padded sequences `[B, T]`: causality alone keeps padding out of real positions."""
+        """Hidden states `[B, T, D]` of right-padded sequences `[B, T]`: causality alone keeps padding out of real
+        positions."""
         return self._forward(tokens[:, None, :], jnp.arange(tokens.shape[-1])[None, None, :])[0][:, 0]
 
     def prefix(self, tokens: Array, lengths: Array) -> Prefix:
@@ -145,7 +148,8 @@ class Decoder(nnx.Module):
     def decode_step(
         self, tokens: Array, index: Array, prefix: Prefix, caches: tuple[LayerCache, ...]
     ) -> tuple[Array, tuple[LayerCache, ...]]:
-        """Hidden states `[B, N, D]` of the suffix tokens `[B, N]` at suffix position `index`, and the caches with them written in."""
+        """Hidden states `[B, N, D]` of the suffix tokens `[B, N]` at suffix position `index`, and the caches with them
+        written in."""
         positions = self._suffix_positions(1, prefix) + index
         x = self._embed(tokens[..., None])
         length = caches[0].keys.shape[-3]
@@ -153,7 +157,12 @@ class Decoder(nnx.Module):
         updated = []
         for block, cache in zip(self.blocks, caches, strict=True):
             query, new = block.attention.project(block.attention_norm(x), positions)
-            own = LayerCache(*(jax.lax.dynamic_update_slice_in_dim(old, entry, index, axis=2) for old, entry in zip(cache, new, strict=True)))
+            own = LayerCache(
+                *(
+                    jax.lax.dynamic_update_slice_in_dim(old, entry, index, axis=2)
+                    for old, entry in zip(cache, new, strict=True)
+                )
+            )
             updated.append(own)
             x = x + block.attention.attend(query, [*self._prefix_segments(prefix, len(updated) - 1), (own, seen)])
             x = block.feed_forward(x)
@@ -187,16 +196,16 @@ class Decoder(nnx.Module):
         return [(prefix.caches[layer], within[:, None, None, None, None, :])]
 
 
-def new_module(
-    build: Callable[[nnx.Rngs], nnx.Module], key: Array
-) -> tuple[nnx.GraphDef[Any], dict[str, Any]]:
-    """A module's static definition and its initial parameters as plain nested dictionaries; `nnx.merge` puts them together again."""
+def new_module(build: Callable[[nnx.Rngs], nnx.Module], key: Array) -> tuple[nnx.GraphDef[Any], dict[str, Any]]:
+    """A module's static definition and its initial parameters as plain nested dictionaries; `nnx.merge` puts them
+    together again."""
     definition, state = nnx.split(build(nnx.Rngs(params=key)), nnx.Param)
     return definition, nnx.to_pure_dict(state)
 
 
 def rotate(x: Array, positions: Array, theta: float) -> Array:
-    """Rotary positions on `[B, N, T, H, D]`, halves rotated against each other; angles in float32 whatever the dtype of x."""
+    """Rotary positions on `[B, N, T, H, D]`, halves rotated against each other; angles in float32 whatever the dtype of
+    x."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None, None, :]

@@ -53,9 +53,7 @@ class LookupTask:
         return {strategy for strategy, traces in self._lookup(x).items() if trace in traces}
 
     def answer(self, x: str) -> str:
-        raise ValueError(
-            f"x: got {x!r}, but recorded traces have no final answers (has_final_answer is False)"
-        )
+        raise ValueError(f"x: got {x!r}, but recorded traces have no final answers (has_final_answer is False)")
 
     def final_answer(self, y: str) -> str | None:
         """None always."""

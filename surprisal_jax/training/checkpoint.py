@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Checkpoints:
                 surfaces here.
         """
         names, leaves, _ = _named_leaves(state)
-        values = [_host_copy(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        values = [_on_host(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
         manifest = {
             "leaves": [_describe(*row) for row in zip(names, leaves, values, strict=True)],
             "metadata": _checked_metadata(metadata),
@@ -136,9 +137,7 @@ class Checkpoints:
             if not _everywhere(failure is None):
                 unreadable[step] = failure or "another process could not read it"
                 continue
-            self._set_aside(
-                (self._directory / str(bad), "unreadable", why) for bad, why in unreadable.items()
-            )
+            self._set_aside((self._directory / str(bad), "unreadable", why) for bad, why in unreadable.items())
             self._manager.reload()
             self._newest = (step, manifest)
             placed = [_placed(*row) for row in zip(entries, targets, values, strict=True)]
@@ -146,8 +145,7 @@ class Checkpoints:
         if unreadable:
             listed = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())
             raise CheckpointError(
-                f"{self._directory}: no checkpoint can be read ({listed}); move the directory away to start "
-                "again"
+                f"{self._directory}: no checkpoint can be read ({listed}); move the directory away to start again"
             )
         return None
 
@@ -165,24 +163,20 @@ class Checkpoints:
             self._manager.close()
 
     def _read_manifest(self, step: int) -> dict[str, Any]:
-        restored = self._manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))
-        sealed = restored["manifest"]
+        # Not through the manager, which then waits for every process: forever, where one of them cannot read.
+        sealed = ocp.JsonCheckpointHandler().restore(epath.Path(self._directory / str(step) / "manifest"))
         if _json_checksum(sealed["body"]) != sealed["crc32"]:
             raise CheckpointError("the manifest is not the one that was saved")
         body: dict[str, Any] = sealed["body"]
         return body
 
-    def _read_values(
-        self, step: int, entries: Sequence[Mapping[str, Any]], targets: Sequence[Any]
-    ) -> list[Any]:
-        templates = {
-            entry["path"]: _template(entry, target) for entry, target in zip(entries, targets, strict=True)
-        }
+    def _read_values(self, step: int, entries: Sequence[Mapping[str, Any]], targets: Sequence[Any]) -> list[Any]:
+        templates = {entry["path"]: _template(entry, target) for entry, target in zip(entries, targets, strict=True)}
         stored = {path: template for path, template in templates.items() if template.size}
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(stored))
+        restored = ocp.StandardCheckpointHandler().restore(
+            epath.Path(self._directory / str(step) / "state"), args=ocp.args.StandardRestore(stored)
         )
-        values = [(templates | restored["state"])[entry["path"]] for entry in entries]
+        values = [(templates | restored)[entry["path"]] for entry in entries]
         for entry, value in zip(entries, values, strict=True):
             if entry["crc32"] is not None and _checksum(value) != entry["crc32"]:
                 raise CheckpointError(f"the values of {entry['path']} are not those that were saved")
@@ -224,24 +218,24 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _host_copy(name: str, leaf: Any) -> Any:
-    """The leaf's values in memory of their own. A leaf divided between processes stays a `jax.Array`.
+def _on_host(name: str, leaf: Any) -> Any:
+    """The leaf's values as a NumPy array, which Orbax copies before `save` returns: it may be a view.
 
-    The copy makes writing in the background safe: on a CPU `device_get` is a view of the device buffer.
+    A leaf that is divided between processes stays a `jax.Array`.
     """
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise CheckpointError(
             f"leaf {name} is a {type(leaf).__name__}; a state holds arrays, other values go into the metadata"
         )
     if not isinstance(leaf, jax.Array):
-        return np.array(leaf)
+        return np.asarray(leaf)
     is_key = _is_key(leaf)
     if is_key:
         leaf = jax.random.key_data(leaf)
     if leaf.is_fully_addressable:
-        return np.array(jax.device_get(leaf))
+        return np.asarray(jax.device_get(leaf))
     if leaf.is_fully_replicated:
-        return np.array(jax.device_get(leaf.addressable_data(0)))
+        return np.asarray(jax.device_get(leaf.addressable_data(0)))
     if is_key:
         raise CheckpointError(f"leaf {name}: a key array divided between processes cannot be saved")
     return leaf
@@ -279,15 +273,11 @@ def _checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shape_text(name: str, leaf: Any) -> str:
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise TypeError(
-            f"abstract leaf {name} is a {type(leaf).__name__}, expected an array or a ShapeDtypeStruct"
-        )
+        raise TypeError(f"abstract leaf {name} is a {type(leaf).__name__}, expected an array or a ShapeDtypeStruct")
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _matched(
-    entries: Sequence[dict[str, Any]], wanted: Mapping[str, str], path: Path
-) -> list[dict[str, Any]]:
+def _matched(entries: Sequence[dict[str, Any]], wanted: Mapping[str, str], path: Path) -> list[dict[str, Any]]:
     """The manifest's leaves in the order of `wanted`, which maps each path to its dtype and shape."""
     saved = {entry["path"]: f"{entry['dtype']}{entry['shape']}" for entry in entries}
     differences = [

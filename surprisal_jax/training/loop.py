@@ -75,7 +75,8 @@ def train(
 
 
 def name_leaves(metrics: Any) -> dict[str, jax.Array]:
-    """The leaves of a metrics pytree by name: the last field name of the path, with what qualifies it where it is not a loss term.
+    """The leaves of a metrics pytree by name: the last field name of the path, with what qualifies it where it is not a
+    loss term.
 
     `terms.reconstruction.raw_reconstruction_loss` is logged as `raw_reconstruction_loss`, `floor_rates.inverse_nll` as
     `floor_rate/inverse_nll`, `posterior_usage` of K entries as `posterior_usage/0` and so on.

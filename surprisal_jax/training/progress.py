@@ -51,9 +51,7 @@ class StageLog:
     accepts.
     """
 
-    def __init__(
-        self, stage: str, total_steps: int, start_step: int, directory: Path, log_every: int
-    ) -> None:
+    def __init__(self, stage: str, total_steps: int, start_step: int, directory: Path, log_every: int) -> None:
         self._stage, self._total, self._start, self._log_every = stage, total_steps, start_step, log_every
         self._path = Path(directory) / "metrics.jsonl"
         self._active = jax.process_index() == 0 and total_steps > 0

@@ -54,6 +54,7 @@ class ReferenceStep:
         return state.apply_gradients(gradients, self.optimizer), metrics
 
     def score(self, params: Any, batch: Batch) -> Array:
-        """`b`, `[B, S-1]`: what `reference_scoring: cached` stores, by the function that `online` runs inside the step."""
+        """`b`, `[B, S-1]`: what `reference_scoring: cached` stores, by the function that `online` runs inside the
+        step."""
         tokens, loss_mask = batch["z_free_tokens"], batch["z_free_loss_mask"]
         return losses.score_reference(reference_apply(self.decoder), params, tokens, loss_mask)

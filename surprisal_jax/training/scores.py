@@ -16,9 +16,11 @@ _ARRAY, _MANIFEST = "base_token_nll.npy", "manifest.json"
 
 
 class ScoreCache:
-    """`base_token_nll` float32 [N, S-1] as a memory-mapped `.npy`, and a manifest with its identity and the rows that are done.
+    """`base_token_nll` float32 [N, S-1] as a memory-mapped `.npy`, and a manifest with its identity and the rows that
+    are done.
 
-    Rows start as NaN. A range of rows reaches the disk before the manifest counts it, so scoring goes on where it was interrupted.
+    Rows start as NaN. A range of rows reaches the disk before the manifest counts it, so scoring goes on where it was
+    interrupted.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, Any], shape: tuple[int, int]) -> None:
@@ -27,7 +29,7 @@ class ScoreCache:
         Raises:
           InputError: the directory holds scores of something else; both sides are named.
         """
-        self._directory, self._shape = directory, shape
+        self._directory = directory
         self._identity = {**identity, "shape": list(shape), "dtype": "float32"}
         self.rows_done = 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -37,7 +39,8 @@ class ScoreCache:
             for key, value in self._identity.items():
                 if manifest["identity"].get(key) != value:
                     raise InputError(
-                        f"{manifest_path}: {key}: got {manifest['identity'].get(key)!r}, expected {value!r}; move the directory away"
+                        f"{manifest_path}: {key}: got {manifest['identity'].get(key)!r}, expected {value!r};"
+                        " move the directory away"
                     )
             self.rows_done = int(manifest["rows_done"])
             self._array = np.lib.format.open_memmap(directory / _ARRAY, mode="r+")
@@ -46,7 +49,8 @@ class ScoreCache:
             self._array[:] = np.nan
         if self._array.shape != shape or self._array.dtype != np.float32:
             raise InputError(
-                f"{directory / _ARRAY}: got {self._array.dtype} {self._array.shape}, expected float32 {shape}; move the directory away"
+                f"{directory / _ARRAY}: got {self._array.dtype} {self._array.shape}, expected float32 {shape};"
+                " move the directory away"
             )
 
     def append(self, values: np.ndarray) -> None:
@@ -67,6 +71,7 @@ class ScoreCache:
         missing = np.isnan(values).any(axis=1)
         if self.rows_done != len(values) or missing.any():
             raise InputError(
-                f"{self._directory / _ARRAY}: row {int(np.argmax(missing))}: got NaN, expected the reference's NLL; move the directory away"
+                f"{self._directory / _ARRAY}: row {int(np.argmax(missing))}: got NaN, expected the reference's NLL;"
+                " move the directory away"
             )
         return values

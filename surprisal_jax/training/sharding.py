@@ -1,4 +1,5 @@
-"""The one place that compiles: a mesh with a data axis, shardings, donation, and the three ways to run a step over it."""
+"""The one place that compiles: a mesh with a data axis, shardings, donation, and the three ways to run a step over
+it."""
 
 from __future__ import annotations
 
@@ -10,12 +11,30 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from surprisal_jax.config import ExperimentConfig, InputError
+
 DATA_AXIS = "data"
 
 
-def make_mesh(data_parallel: int | None = None) -> Mesh:
-    """A one-axis mesh over `data_parallel` devices (None: all)."""
-    count = jax.device_count() if data_parallel is None else data_parallel
+def make_mesh(config: ExperimentConfig) -> Mesh:
+    """A one-axis mesh over `data_parallel` devices (None: all).
+
+    Raises:
+      InputError: there are fewer devices, or a batch, in whole groups, does not divide over them.
+    """
+    count = jax.device_count() if config.data_parallel is None else config.data_parallel
+    if count > jax.device_count():
+        raise InputError(f"data_parallel: got {count}, expected at most {jax.device_count()}, the devices there are")
+    group_size = config.data.group_size if config.latent_scope == "group" else 1
+    for field, batch_size, unit in (
+        ("reference.batch_size", config.reference.batch_size, 1),
+        ("disentangle.batch_size", config.disentangle.batch_size, group_size),
+    ):
+        if batch_size % (count * unit):
+            groups = f" x {unit} examples a group" if unit > 1 else ""
+            raise InputError(
+                f"{field}: got {batch_size}, expected a multiple of {count} devices{groups} (see data_parallel)"
+            )
     return jax.make_mesh((count,), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
 
 
@@ -42,19 +61,27 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 def compile_over_data(
     function: Callable[..., Any], mesh: Mesh, *, batched: Sequence[bool], donate: Sequence[int] = ()
 ) -> Callable[..., Any]:
-    """`jit` over global arrays: the arguments marked `batched` split over the data axis, the others and all results replicated.
+    """`jit` over global arrays: the arguments marked `batched` split over the data axis, the others and all results
+    replicated.
 
     Reductions over the batch are global, and XLA puts in the one gradient reduction. Donated arguments are consumed.
     """
     in_shardings = tuple(over_data(mesh) if split else replicated(mesh) for split in batched)
-    return jax.jit(function, in_shardings=in_shardings, out_shardings=replicated(mesh), donate_argnums=tuple(donate))
+    compiled: Callable[..., Any] = jax.jit(
+        function, in_shardings=in_shardings, out_shardings=replicated(mesh), donate_argnums=tuple(donate)
+    )
+    return compiled
 
 
 def compile_with_pmap(train_step: Callable[..., Any], num_devices: int) -> Callable[..., Any]:
-    """The same step under `pmap`: state `[D, ...]` donated, batch `[D, B / D, ...]`, hyperparameters and reference broadcast."""
+    """The same step under `pmap`: state `[D, ...]` donated, batch `[D, B / D, ...]`, hyperparameters and reference
+    broadcast."""
     mapped = partial(train_step, axis_name=DATA_AXIS)
     devices = jax.devices()[:num_devices]
-    return jax.pmap(mapped, axis_name=DATA_AXIS, in_axes=(0, 0, None, None), donate_argnums=(0,), devices=devices)
+    compiled: Callable[..., Any] = jax.pmap(
+        mapped, axis_name=DATA_AXIS, in_axes=(0, 0, None, None), donate_argnums=(0,), devices=devices
+    )
+    return compiled
 
 
 def compile_with_shard_map(train_step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -66,4 +93,5 @@ def compile_with_shard_map(train_step: Callable[..., Any], mesh: Mesh) -> Callab
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    return jax.jit(mapped, donate_argnums=(0,))
+    compiled: Callable[..., Any] = jax.jit(mapped, donate_argnums=(0,))
+    return compiled

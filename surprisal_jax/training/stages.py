@@ -17,7 +17,6 @@ from surprisal_jax.data import batch_rows, evaluation_rows, gather, units
 from surprisal_jax.dataset import Dataset
 from surprisal_jax.models.latent import PosteriorNetwork, redraw_latent_embeddings
 from surprisal_jax.models.transformer import Decoder, new_module
-from surprisal_jax.training.checkpoint import Checkpoints
 from surprisal_jax.training.loop import Evaluate, train
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.reference import ReferenceStep
@@ -26,11 +25,13 @@ from surprisal_jax.training.sharding import compile_over_data, put_batch, put_re
 from surprisal_jax.training.state import TrainState, make_optimizer
 from surprisal_jax.training.step import Hyperparameters, LatentStep, logit_precision, make_latent_step, weigh_batch
 
-#: Examples a compiled call of scoring or evaluation.
-EVALUATION_BATCH = 256
-
 # Independent streams of one seed.
 _MODEL, _POSTERIOR_HEAD, _LATENT_EMBEDDINGS, _STATE = range(4)
+
+
+def evaluation_batch(mesh: Mesh) -> int:
+    """Examples a compiled call of scoring or evaluation: about 256, the same number on every device."""
+    return -(-256 // mesh.size) * mesh.size
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Workplace:
     dataset: Dataset
     mesh: Mesh
 
-    def batch_at(self, arrays: Mapping[str, np.ndarray], group_size: int, batch_size: int, seed: int) -> Callable[[int], dict[str, np.ndarray]]:
+    def batch_at(
+        self, arrays: Mapping[str, np.ndarray], group_size: int, batch_size: int, seed: int
+    ) -> Callable[[int], dict[str, np.ndarray]]:
         """The training batch of a step: a pure function of the step."""
         train_rows = self.dataset.rows["train"]
         groups = units(self.dataset.split_records("train"), group_size)
@@ -52,9 +55,11 @@ class Workplace:
 
         return batch
 
-    def batches(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def batches(
+        self, arrays: Mapping[str, np.ndarray], rows: np.ndarray
+    ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """One pass over the given rows, in order, the last batch filled up with rows of -1."""
-        return [(chunk, gather(arrays, chunk)) for chunk in evaluation_rows(rows[:, None], EVALUATION_BATCH)]
+        return [(chunk, gather(arrays, chunk)) for chunk in evaluation_rows(rows[:, None], evaluation_batch(self.mesh))]
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,7 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
     definition, params = new_module(
         lambda rngs: Decoder(config.model, dataset.vocabulary.size, rngs=rngs), jax.random.fold_in(key, _MODEL)
     )
-    step = ReferenceStep(
-        definition, make_optimizer(config.reference), config.chunk_size, logit_precision(config.model)
-    )
+    step = ReferenceStep(definition, make_optimizer(config.reference), config.chunk_size, logit_precision(config.model))
     score = compile_over_data(step.score, place.mesh, batched=(False, True))
     arrays = z_free(dataset.arrays)
     validation = place.batches(arrays, dataset.rows["validation"])
@@ -113,7 +116,9 @@ def score(place: Workplace, reference: Reference, directory: Path, identity: Map
     arrays = z_free(place.dataset.arrays)
     count, length = arrays["z_free_tokens"].shape
     cache = ScoreCache(directory, identity, (count, length - 1))
-    remaining = place.batches(arrays, np.arange(cache.rows_done, count, dtype=np.int32)) if cache.rows_done < count else []
+    remaining = (
+        place.batches(arrays, np.arange(cache.rows_done, count, dtype=np.int32)) if cache.rows_done < count else []
+    )
     compiled = compile_over_data(reference.step.score, place.mesh, batched=(False, True))
     with StageLog("score", len(remaining), 0, directory, log_every=1) as log:
         for index, (rows, batch) in enumerate(remaining):

@@ -1,7 +1,8 @@
 """The latent-variable step: the one place where models meet losses.
 
-`train_step(state, batch, hyperparameters, reference_params)` is a plain function. `sharding.py` compiles it; `axis_name` is given only where
-the batch is split by `pmap` or `shard_map`. The comments carry shapes: B examples, K latents, U suffix tokens, S z-free tokens.
+`train_step(state, batch, hyperparameters, reference_params)` is a plain function. `sharding.py` compiles it;
+`axis_name` is given only where the batch is split by `pmap` or `shard_map`. The comments carry shapes: B examples, K
+latents, U suffix tokens, S z-free tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class FloorRates(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """The loss pytree at its natural positive values, the total, and what is watched beside it. Means over the global batch."""
+    """The loss pytree at its natural positive values, the total, and what is watched beside it. Means over the global
+    batch."""
 
     total: Array
     terms: ObjectiveTerms
@@ -104,8 +106,8 @@ class LatentStep:
 
         Args:
           state: parameters under the keys `model` (router and generator) and `posterior`.
-          batch: the fields of `SequenceArrays` with a leading axis B, `example_mask` [B], and with cached scoring `base_token_nll` [B, S-1].
-            Rows of one group are neighbours.
+          batch: the fields of `SequenceArrays` with a leading axis B, `example_mask` [B], and with cached scoring
+            `base_token_nll` [B, S-1]. Rows of one group are neighbours.
           hyperparameters: traced scalars.
           reference_params: the frozen reference, with online scoring only.
           axis_name: the mapped axis over which B is split, under `pmap` or `shard_map(check_vma=False)`.
@@ -129,7 +131,8 @@ class LatentStep:
         *,
         axis_name: str | None = None,
     ) -> tuple[Array, tuple[ObjectiveTerms, Array, FloorRates]]:
-        """The coefficient-weighted total over the global batch, and the terms, the posterior's usage and the floor rates."""
+        """The coefficient-weighted total over the global batch, and the terms, the posterior's usage and the floor
+        rates."""
         coefficients = hyperparameters.coefficients
         latent = self.enumerate_latents(params["model"], batch, hyperparameters, reference_params)
         example_mask, log_router, reconstruction = latent.example_mask, latent.log_router, latent.reconstruction
@@ -173,7 +176,9 @@ class LatentStep:
         usage = jax.vmap(losses.masked_mean_over_examples, in_axes=(1, None, None))(
             jnp.exp(log_q), example_mask, axis_name
         )
-        rates = floor_rates(latent.weighting, batch["suffix_loss_mask"][:, 1:], example_mask, hyperparameters, axis_name)
+        rates = floor_rates(
+            latent.weighting, batch["suffix_loss_mask"][:, 1:], example_mask, hyperparameters, axis_name
+        )
         return losses.weighted_total(means, coefficients), (means, usage, rates)
 
     def enumerate_latents(
@@ -248,7 +253,8 @@ def weigh_batch(batch: Batch, base_token_nll: Array, hyperparameters: Hyperparam
 
 
 def reference_apply(decoder: nnx.GraphDef[Decoder]) -> Any:
-    """`(params, tokens) -> logits` of the reference, the logit matmul at precision HIGHEST: what `score_reference` takes."""
+    """`(params, tokens) -> logits` of the reference, the logit matmul at precision HIGHEST: what `score_reference`
+    takes."""
 
     def apply(params: Any, tokens: Array) -> Array:
         model = nnx.merge(decoder, params)
