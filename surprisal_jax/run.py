@@ -169,9 +169,11 @@ def claim_run_directory(directory: Path, config: ExperimentConfig, data_identity
         raise InputError(
             f"{directory}: got a directory with other files in it, expected a new one or a run of this project"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json(data_path, {"identity": data_identity})
-    save_config(config, config_path)
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_config(config, config_path)
+    if not data_path.exists():
+        write_json(data_path, {"identity": data_identity})
 
 
 def claim_reference_directory(config: ExperimentConfig, dataset: Dataset) -> tuple[Path, dict[str, Any]]:

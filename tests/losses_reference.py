@@ -1,8 +1,6 @@
-"""Float64 NumPy versions of the losses, with plain loops, written from the equations: the independent source of the tests.
+"""Float64 NumPy versions of the losses, plain loops written from the equations: the independent source of the tests.
 
-Nothing here is vectorised or shares a line with the package. One example at a time; leading axes are looped over by the caller.
-Integer powers are avoided: `b**alpha` is taken with Python floats (float64), which neither overflows nor underflows on the
-inputs used in the tests, except where the limits of the definition are stated by hand.
+Nothing here is vectorised or shares a line with the package. Functions take one example; `loop_over_leading` does the rest.
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ def as_float64(values: Any) -> Vector:
 
 
 def loop_over_leading(function: Callable[..., Any], core_ranks: Sequence[int], *arrays: Any) -> Vector:
-    """Call `function` on every element of the shared leading axes; `core_ranks` are the ranks it takes of each array."""
+    """Call `function` on every element of the shared leading axes; `core_ranks`: the rank it takes of each array."""
     arrays_ = [np.asarray(array) for array in arrays]
     leading = arrays_[0].shape[: arrays_[0].ndim - core_ranks[0]]
     for array, rank in zip(arrays_, core_ranks, strict=True):
         assert array.shape[: array.ndim - rank] == leading, (array.shape, rank, leading)
     results = [
-        function(*(array[index] for array in arrays_)) for index in itertools.product(*(range(size) for size in leading))
+        function(*(array[index] for array in arrays_))
+        for index in itertools.product(*(range(size) for size in leading))
     ]
     stacked = np.asarray(results, np.float64)
     return stacked.reshape(leading + stacked.shape[1:])
@@ -160,7 +159,7 @@ def token_weighting(
 
 
 def relative_tolerance(b: Sequence[float], mask: Sequence[Any], alpha: float) -> float:
-    """float32 tolerance of the oracle's cases as a formula: eps * (8 + |alpha| (4 + 2 max |log b|)) over supervised b > 0."""
+    """The oracle's float32 tolerances as a formula: eps * (8 + |alpha| (4 + 2 max |log b|)) over supervised b > 0."""
     logarithms = [abs(math.log(value)) for value, flag in zip(b, mask, strict=True) if flag and value > 0]
     return EPSILON32 * (8 + abs(alpha) * (4 + 2 * max(logarithms, default=0.0)))
 
@@ -185,7 +184,8 @@ def reconstruction(
         "example_normalized": raw / max(weighting["example_base_loss"], divisor_floor),
         "token_weighted": weighted,
         "normalized_token_weighted": weighted / max(weighting["token_weighted_base_loss"], divisor_floor),
-        "normalized_inverse_token_weighted": inverse / max(weighting["inverse_token_weighted_base_loss"], divisor_floor),
+        "normalized_inverse_token_weighted": inverse
+        / max(weighting["inverse_token_weighted_base_loss"], divisor_floor),
     }
 
 

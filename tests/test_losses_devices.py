@@ -1,7 +1,7 @@
 """One device, jit over global arrays, pmap, shard_map and scan give one value and one gradient.
 
-The batch is uneven on purpose: the eight devices hold 2, 2, 1, 2, 0, 1, 2, 1 examples that count, so a mean of device means, a mean of
-micro-batch means and a gradient that is summed twice all give another number.
+The batch is uneven on purpose: the eight devices hold 2, 2, 1, 2, 0, 1, 2, 1 examples that count, so a mean of device
+means, a mean of micro-batch means and a gradient that is summed twice all give another number.
 """
 
 from __future__ import annotations
@@ -142,9 +142,7 @@ def reference_loss(params: Params, batch: Batch) -> float:
             totals.append(math.fsum(COEFFICIENTS[name] * terms[name] for name in COEFFICIENTS))
         log_q = reference.log_posterior(log_router, totals, BETA)
         divergence = reference.latent_divergence(logits, loss_mask, bundle["token_weights"])
-        values.append(
-            reference.variational_objective(log_q, log_router, totals, BETA) - DIVERGENCE_WEIGHT * divergence
-        )
+        values.append(reference.variational_objective(log_q, log_router, totals, BETA) - DIVERGENCE_WEIGHT * divergence)
     assert len(values) == sum(COUNTED)
     return math.fsum(values) / len(values)
 
@@ -181,7 +179,7 @@ def by_jit_over_global_arrays() -> Step:
 
 @functools.cache
 def by_pmap() -> Step:
-    """Under pmap the transpose of psum is psum: the gradient of the global mean comes out N times over, and pmean is right."""
+    """Under pmap the transpose of psum is psum: the gradient of the global mean comes out N times, so pmean it."""
 
     def step(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         value, gradients = jax.value_and_grad(loss)(params, batch, "data")
@@ -211,7 +209,7 @@ def by_shard_map() -> Step:
 
 @functools.cache
 def by_scan_over_micro_batches() -> Step:
-    """Accumulation carries (sum, count) and divides once, though the micro-batches count 2, 2, 1, 2, 0, 1, 2, 1 examples."""
+    """Accumulation carries (sum, count) and divides once: the micro-batches count unequal numbers of examples."""
 
     def total(params: Params, micro: Batch) -> tuple[jax.Array, jax.Array]:
         counted = micro["example_mask"]
@@ -245,7 +243,7 @@ def test_one_device_against_float64_loops() -> None:
 
 
 def test_one_device_gradient_against_finite_differences_in_float64() -> None:
-    """Along one direction in all parameters at once; q* is the minimiser, so detaching it changes nothing of the first order."""
+    """Along one direction in all parameters; q* minimises, so detaching it changes nothing of the first order."""
     params, batch = draw_params(), draw_batch()
     rng = np.random.default_rng(2)
     direction = {name: rng.normal(size=value.shape) for name, value in params.items()}
@@ -294,7 +292,7 @@ def test_no_example_on_any_device_gives_zero_and_zero_gradients() -> None:
 
 
 def test_gradient_of_the_mean_inside_a_mapped_axis() -> None:
-    """Of the local values, once the collective is made: 1 over the number counted on all devices, 0 where nothing counts."""
+    """In every local value: 1 over the number counted on all devices, and 0 for what does not count."""
     values = np.ones((DEVICES, PER_DEVICE), np.float32)
     counted = np.asarray(draw_batch()["example_mask"]).reshape(DEVICES, PER_DEVICE)
     whole = jax.jit(

@@ -102,10 +102,19 @@ def test_nll_gradient_is_softmax_minus_onehot() -> None:
 @pytest.mark.parametrize("source", ["logits", "hidden"])
 @pytest.mark.parametrize(
     "logits",
-    [[12.0, 0.0], [1e4, 1e4 - 12], [30.0, 3.0, 0.0, -4.0], [60.0, 0.0, 1.0], [5.0, 5.0, -20.0], [16.0, 0.0, -50.0]],
+    [
+        [12.0, 0.0, -5.0],
+        [1e4, 1e4 - 12, 0.0],
+        [30.0, 3.0, -4.0],
+        [60.0, 0.0, 1.0],
+        [5.0, 5.0, -20.0],
+        [16.0, 0.0, -50.0],
+    ],
     ids=str,
 )
-def test_gradient_keeps_its_relative_accuracy_where_the_target_is_near_certain(logits: list[float], source: str) -> None:
+def test_gradient_keeps_its_relative_accuracy_where_the_target_is_near_certain(
+    logits: list[float], source: str
+) -> None:
     """p_y - 1 by subtraction has steps of 6e-8; the gradient of the target's own logit is as small as the others'."""
     expected = reference.nll_logit_gradient(np.asarray(logits), 0)
     rows, tokens, loss_mask = floats([logits, logits]), jnp.asarray([0, 0]), bools([0, 1])
@@ -271,7 +280,9 @@ def test_shares_have_an_exactly_zero_gradient() -> None:
 def test_alignment_by_itself_passes_gradients_where_it_reads() -> None:
     """It is a gather: what stops the gradient is the bundle, visibly."""
     values, ones = floats([1.0, 2.0, 3.0]), bools([1, 1, 1])
-    gradient = jax.grad(lambda v: jnp.sum(align_to_conditioned(v, ones, ones, jnp.asarray(1))[0] * floats([5, 6, 7])))
+    gradient = jax.jit(
+        jax.grad(lambda v: jnp.sum(align_to_conditioned(v, ones, ones, jnp.asarray(1))[0] * floats([5, 6, 7])))
+    )
     np.testing.assert_array_equal(np.asarray(gradient(values)), [6, 7, 0])
 
 
@@ -290,7 +301,9 @@ def test_reference_parameters_have_an_exactly_zero_gradient() -> None:
     def through_the_objective(params: Any) -> jax.Array:
         b = score_reference(apply, params, tokens, loss_mask)
         weighting = compute_token_weighting(b, scored, scored, jnp.zeros((3,), jnp.int32), 1.0)
-        terms = reconstruction_terms(jnp.abs(cotangent), scored, weighting, masked_mean_over_examples(b[:, 0], scored[:, 0]))
+        terms = reconstruction_terms(
+            jnp.abs(cotangent), scored, weighting, masked_mean_over_examples(b[:, 0], scored[:, 0])
+        )
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(terms))
 
     for objective in (direct, through_the_objective):
@@ -356,7 +369,9 @@ def test_gradients_of_the_six_terms_are_their_weights() -> None:
         for row in range(4):
             expected = six_weights(np.asarray(b[row]).astype(np.float64), np.asarray(mask[row]), 1.5, c_base)[name]
             for latent in range(3):
-                np.testing.assert_allclose(np.asarray(by_nll)[row, latent], expected, rtol=1e-5, atol=1e-30, err_msg=name)
+                np.testing.assert_allclose(
+                    np.asarray(by_nll)[row, latent], expected, rtol=1e-5, atol=1e-30, err_msg=name
+                )
 
 
 def test_divisors_carry_no_gradient_even_when_the_bundle_does() -> None:
@@ -378,7 +393,9 @@ def test_divisors_carry_no_gradient_even_when_the_bundle_does() -> None:
 
     values, gradients = jax.jit(lambda scale: (terms(scale), jax.jacrev(terms)(scale)))(jnp.float32(1.0))
     np.testing.assert_allclose(
-        [float(getattr(values, f"{name}_reconstruction_loss")) for name in TERMS], [1, 2, 0.5, 1.25, 0.5, 0.5], rtol=2e-6
+        [float(getattr(values, f"{name}_reconstruction_loss")) for name in TERMS],
+        [1, 2, 0.5, 1.25, 0.5, 0.5],
+        rtol=2e-6,
     )
     assert_all_exactly_zero(gradients)
 
@@ -518,7 +535,7 @@ def test_jsd_gradient_with_impossible_tokens(logits: list[list[float]]) -> None:
     np.testing.assert_allclose(np.asarray(gradient), exact, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+@pytest.mark.parametrize("chunk_size", [1, 7])
 def test_divergence_gradients_from_hidden_equal_those_through_logits(chunk_size: int) -> None:
     rng = np.random.default_rng(9)
     hidden = rng.normal(size=(2, 3, 5, 4)).astype(np.float32)
@@ -554,7 +571,7 @@ def test_closed_form_posterior_has_an_exactly_zero_gradient(beta: float) -> None
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_envelope_identity(beta: float) -> None:
-    """With q* detached the gradient of E_q[R] + beta KL(q || router) is that of the free energy, and so is the value."""
+    """With q* detached, E_q[R] + beta KL(q || router) has the gradient of the free energy, and its value."""
     rng = np.random.default_rng(10)
     params = {
         "router": rng.normal(size=(2, 4)).astype(np.float32),

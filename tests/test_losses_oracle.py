@@ -1,4 +1,4 @@
-"""Every case of the token-weighting oracle in float32, plain, under `jit` and under `vmap`, at the oracle's tolerances."""
+"""Every case of the token-weighting oracle in float32: plain, under `jit`, under `vmap`, at the oracle's tolerances."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ def test_reconstruction_of_one_sequence_needs_no_latent_axis(transform: str) -> 
 
 @transforms
 def test_the_floor_acts_on_the_divisor_itself(transform: str) -> None:
-    """One near-certain token drives `sum rho b` far below the floor while the uniform mean is large, and the other way."""
+    """One near-certain token drives `sum rho b` far below the floor while the uniform mean is large."""
     cases_ = {
         "near_certain_token": ([1e-5, 4.0, 2.0], [1, 1, 1], 1.0, [0.5, 1.0, 2.0], 0.7),
         "everything_near_certain": ([2e-5, 1e-5, 9.0], [1, 1, 0], 1.0, [0.5, 1.0, 2.0], 1e-4),
@@ -432,7 +432,5 @@ def test_the_floor_acts_on_the_divisor_itself(transform: str) -> None:
 def test_closed_form_posterior_of_a_worked_example() -> None:
     """Prior [1/2, 1/4, 1/4], R = beta * [ln 4, ln 2, 0]: posterior proportional to [1/8, 1/8, 1/4]."""
     beta = 0.1
-    log_q = closed_form_log_posterior(
-        jnp.log(floats([0.5, 0.25, 0.25])), beta * jnp.log(floats([4.0, 2.0, 1.0])), beta
-    )
+    log_q = closed_form_log_posterior(jnp.log(floats([0.5, 0.25, 0.25])), beta * jnp.log(floats([4.0, 2.0, 1.0])), beta)
     np.testing.assert_allclose(np.exp(np.asarray(log_q)), [0.25, 0.25, 0.5], rtol=2e-6)

@@ -1,11 +1,11 @@
-"""The decoder against a NumPy one in float64; K latents over one prefix against K whole sequences; router, posterior."""
+"""The decoder against a NumPy one, K latents over one prefix against K whole sequences, router and posterior."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,17 @@ PLAIN = ModelConfig(
 )
 CONFIGS = {
     "plain": PLAIN,
-    "grouped queries": replace(PLAIN, num_kv_heads=2),
+    "grouped queries, three layers": replace(PLAIN, num_kv_heads=2, num_layers=3),
     "bias and norms": replace(PLAIN, qkv_bias=True, qk_norm=True),
-    "untied": replace(PLAIN, tied_embeddings=False),
-    "one layer": replace(PLAIN, num_layers=1),
-    "three layers": replace(PLAIN, num_layers=3),
-    "all together": replace(PLAIN, num_kv_heads=1, qkv_bias=True, qk_norm=True, tied_embeddings=False, head_dim=8),
+    "untied, one layer": replace(PLAIN, tied_embeddings=False, num_layers=1),
 }
+ALL_TOGETHER = replace(PLAIN, num_kv_heads=2, qkv_bias=True, qk_norm=True, tied_embeddings=False)
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 Params = dict[str, Any]
+
+# Compiling is most of what these tests do; unoptimised code takes half the time and computes the same.
+fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def randomized(params: Params, seed: int) -> Params:
@@ -71,8 +72,35 @@ def decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Any], Params]:
     return definition, randomized(params, seed=1)
 
 
-def bound(config: ModelConfig) -> Decoder:
-    return nnx.merge(*decoder(config))
+class Outputs(NamedTuple):
+    prefix: Any  # [N, P, D]
+    suffix: Any  # [N, K, U, D]
+    router: Any  # [N, K]
+    unembedding: Any
+
+
+@partial(fast_jit, static_argnums=0)
+def run_decoder(definition: Any, params: Params, tokens: Any) -> jax.Array:
+    return nnx.merge(definition, params)(tokens)
+
+
+@partial(fast_jit, static_argnums=0)
+def run_branches(definition: Any, params: Params, prefix_tokens: Any, lengths: Any, suffix_tokens: Any) -> Outputs:
+    model = nnx.merge(definition, params)
+    prefix = model.prefix(prefix_tokens, lengths)
+    router = router_log_probs(model, prefix, LATENTS)
+    return Outputs(prefix.hidden, model.suffix(suffix_tokens, prefix), router, model.unembedding)
+
+
+BRANCHES = np.asarray(branch_tokens(jnp.asarray(ARRAYS.suffix_tokens), LATENTS))
+
+
+def hidden_states(config: ModelConfig, tokens: Any = ARRAYS.z_free_tokens) -> np.ndarray:
+    return np.asarray(run_decoder(*decoder(config), tokens))
+
+
+def branches(config: ModelConfig, suffix_tokens: Any = BRANCHES, prefix_tokens: Any = ARRAYS.prefix_tokens) -> Outputs:
+    return jax.device_get(run_branches(*decoder(config), prefix_tokens, ARRAYS.prefix_lengths, suffix_tokens))
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
@@ -158,37 +186,28 @@ def numpy_log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+def logits_of(hidden: Any, config: ModelConfig) -> jax.Array:
+    return logits_from_hidden(hidden, nnx.merge(*decoder(config)).unembedding, jax.lax.Precision.HIGHEST)
+
+
 @every_config
 def test_the_decoder_equals_a_numpy_one(config: ModelConfig) -> None:
-    model = bound(config)
-    tokens = ARRAYS.z_free_tokens
-    hidden = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
-    logits = logits_from_hidden(hidden, model.unembedding, jax.lax.Precision.HIGHEST)
+    hidden, params = hidden_states(config), decoder(config)[1]
+    logits = logits_of(hidden, config)
     for n, (x, y) in enumerate(PAIRS):
         length = len(x) + len(y) + 6
-        row = tokens[n, :length]
-        assert_close(hidden[n, :length], numpy_hidden(decoder(config)[1], row, config))
-        assert_close(logits[n, :length], numpy_logits(decoder(config)[1], row, config))
+        row = ARRAYS.z_free_tokens[n, :length]
+        assert_close(hidden[n, :length], numpy_hidden(params, row, config))
+        assert_close(logits[n, :length], numpy_logits(params, row, config))
 
 
 @every_config
 def test_the_suffixes_equal_a_numpy_decoder_on_whole_sequences(config: ModelConfig) -> None:
-    params = decoder(config)[1]
-    hidden = np.asarray(suffix_hidden(config, params))
+    hidden, params = branches(config).suffix, decoder(config)[1]
     for n, (x, y) in enumerate(PAIRS):
         for k in range(K):
-            whole = build_conditioned(PAIRS[n : n + 1], VOCABULARY, k)[0][0]
-            assert_close(hidden[n, k, : len(y) + 5], numpy_hidden(params, whole, config)[len(x) + 4 :])
-
-
-def suffix_hidden(config: ModelConfig, params: Params, suffix_tokens: Any = ARRAYS.suffix_tokens) -> jax.Array:
-    @jax.jit
-    def run(params: Params) -> jax.Array:
-        model = nnx.merge(decoder(config)[0], params)
-        prefix = model.prefix(ARRAYS.prefix_tokens, ARRAYS.prefix_lengths)
-        return model.suffix(branch_tokens(jnp.asarray(suffix_tokens), LATENTS), prefix)
-
-    return run(params)
+            whole_tokens = build_conditioned(PAIRS[n : n + 1], VOCABULARY, k)[0][0]
+            assert_close(hidden[n, k, : len(y) + 5], numpy_hidden(params, whole_tokens, config)[len(x) + 4 :])
 
 
 # K latents over a shared prefix.
@@ -248,7 +267,7 @@ def value_and_gradient(
         nll, router = forward(nnx.merge(definition, params))
         return jnp.sum(nll * cotangent) + jnp.sum(router * ROUTER_COTANGENT), (nll, router)
 
-    (_, values), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    (_, values), gradient = fast_jit(jax.value_and_grad(total, has_aux=True))(params)
     return values, gradient
 
 
@@ -264,25 +283,22 @@ def test_latents_over_one_prefix_equal_whole_sequences(config: ModelConfig) -> N
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["plain", "untied"])
+@pytest.mark.parametrize("name", ["plain", "untied, one layer"])
 def test_the_router_is_the_next_token_distribution_over_latent_tokens(name: str) -> None:
     config, params = CONFIGS[name], decoder(CONFIGS[name])[1]
-    model = bound(config)
-    prefix = model.prefix(ARRAYS.prefix_tokens, ARRAYS.prefix_lengths)
-    router = router_log_probs(model, prefix, LATENTS)
-    assert router.dtype == jnp.float32
-    np.testing.assert_allclose(np.exp(np.asarray(router)).sum(axis=-1), 1.0, rtol=1e-6)
+    router = branches(config).router
+    assert router.dtype == np.float32
+    np.testing.assert_allclose(np.exp(router).sum(axis=-1), 1.0, rtol=1e-6)
     for n, (x, _) in enumerate(PAIRS):
         after_z = numpy_logits(params, ARRAYS.prefix_tokens[n, : len(x) + 4], config)[-1]
         assert_close(router[n], numpy_log_softmax(after_z[list(LATENTS)]))
 
 
 def test_branches_differ_in_the_latent_token_alone() -> None:
-    branches = np.asarray(branch_tokens(jnp.asarray(ARRAYS.suffix_tokens), LATENTS))
-    assert branches.shape == (len(PAIRS), K, ARRAYS.suffix_tokens.shape[1])
+    assert BRANCHES.shape == (len(PAIRS), K, ARRAYS.suffix_tokens.shape[1])
     for k in range(K):
-        assert VOCABULARY.decode(branches[:, k, 0]) == [f"<z_{k}>"] * len(PAIRS)
-        np.testing.assert_array_equal(branches[:, k, 1:], ARRAYS.suffix_tokens[:, 1:])
+        assert VOCABULARY.decode(BRANCHES[:, k, 0]) == [f"<z_{k}>"] * len(PAIRS)
+        np.testing.assert_array_equal(BRANCHES[:, k, 1:], ARRAYS.suffix_tokens[:, 1:])
 
 
 # Padding and causality.
@@ -297,9 +313,7 @@ def padded(tokens: np.ndarray, lengths: np.ndarray, more: int, seed: int) -> np.
 
 def real(values: Any, lengths: np.ndarray) -> np.ndarray:
     """The values `[N, ..., T, D]` of real positions, flat."""
-    return np.concatenate(
-        [np.asarray(row)[..., :length, :].ravel() for row, length in zip(values, lengths, strict=True)]
-    )
+    return np.concatenate([row[..., :length, :].ravel() for row, length in zip(values, lengths, strict=True)])
 
 
 LENGTHS = {
@@ -309,19 +323,16 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "all together"])
 @pytest.mark.parametrize("more", [0, 5])
-def test_padding_never_matters(name: str, more: int) -> None:
-    model = bound(CONFIGS[name])
-
+def test_padding_never_matters(more: int) -> None:
     def outputs(pad: Callable[[str], np.ndarray]) -> list[np.ndarray]:
-        prefix = model.prefix(pad("prefix"), ARRAYS.prefix_lengths)
-        suffix = model.suffix(branch_tokens(jnp.asarray(pad("suffix")), LATENTS), prefix)
+        suffix_tokens = np.asarray(branch_tokens(jnp.asarray(pad("suffix")), LATENTS))
+        out = branches(ALL_TOGETHER, suffix_tokens, pad("prefix"))
         return [
-            real(model(pad("z_free")), LENGTHS["z_free"]),
-            real(prefix.hidden, LENGTHS["prefix"]),
-            real(suffix, LENGTHS["suffix"]),
-            np.asarray(router_log_probs(model, prefix, LATENTS)),
+            real(hidden_states(ALL_TOGETHER, pad("z_free")), LENGTHS["z_free"]),
+            real(out.prefix, LENGTHS["prefix"]),
+            real(out.suffix, LENGTHS["suffix"]),
+            out.router,
         ]
 
     before = outputs(lambda field: getattr(ARRAYS, f"{field}_tokens"))
@@ -335,59 +346,56 @@ def test_padding_never_matters(name: str, more: int) -> None:
 
 @pytest.mark.parametrize("position", [1, 4, 9])
 def test_a_later_token_changes_no_earlier_hidden_state(position: int) -> None:
-    model = bound(CONFIGS["all together"])
-    tokens = np.random.default_rng(0).integers(VOCABULARY.size, size=(2, 12))
+    tokens = np.random.default_rng(0).integers(VOCABULARY.size, size=ARRAYS.z_free_tokens.shape, dtype=np.int32)
     changed = tokens.copy()
     changed[:, position] = (changed[:, position] + 1) % VOCABULARY.size
-    before, after = np.asarray(model(tokens)), np.asarray(model(changed))
+    before, after = hidden_states(ALL_TOGETHER, tokens), hidden_states(ALL_TOGETHER, changed)
     np.testing.assert_array_equal(before[:, :position], after[:, :position])
     assert np.all(np.any(before[:, position:] != after[:, position:], axis=-1))
 
 
 def test_a_suffix_sees_its_own_past_and_no_other_branch() -> None:
-    model = bound(CONFIGS["all together"])
-    prefix = model.prefix(ARRAYS.prefix_tokens, ARRAYS.prefix_lengths)
-    tokens = np.random.default_rng(0).integers(VOCABULARY.size, size=(len(PAIRS), K, 8))
+    tokens = np.random.default_rng(0).integers(VOCABULARY.size, size=BRANCHES.shape, dtype=np.int32)
     changed = tokens.copy()
     changed[0, 1, 3] = (changed[0, 1, 3] + 1) % VOCABULARY.size
-    difference = np.any(np.asarray(model.suffix(tokens, prefix)) != np.asarray(model.suffix(changed, prefix)), axis=-1)
+    before, after = branches(ALL_TOGETHER, tokens).suffix, branches(ALL_TOGETHER, changed).suffix
     expected = np.zeros(tokens.shape, bool)
     expected[0, 1, 3:] = True
-    np.testing.assert_array_equal(difference, expected)
+    np.testing.assert_array_equal(np.any(before != after, axis=-1), expected)
 
 
 def test_a_suffix_reads_the_whole_prefix_of_its_own_example() -> None:
-    model = bound(CONFIGS["plain"])
-    tokens = branch_tokens(jnp.asarray(ARRAYS.suffix_tokens), LATENTS)
-
-    def hidden(prefix_tokens: np.ndarray) -> np.ndarray:
-        return np.asarray(model.suffix(tokens, model.prefix(prefix_tokens, ARRAYS.prefix_lengths)))
-
-    before = hidden(ARRAYS.prefix_tokens)
+    before = branches(ALL_TOGETHER).suffix
     for position in range(int(ARRAYS.prefix_lengths[0])):
         changed = ARRAYS.prefix_tokens.copy()
         changed[0, position] = (changed[0, position] + 1) % VOCABULARY.size
-        difference = np.any(hidden(changed) != before, axis=-1)
+        difference = np.any(branches(ALL_TOGETHER, prefix_tokens=changed).suffix != before, axis=-1)
         assert np.all(difference[0]), position
         assert not np.any(difference[1:]), position
 
 
-@pytest.mark.parametrize("name", ["all together", "bfloat16"])
-def test_one_step_at_a_time_equals_the_whole_suffix(name: str) -> None:
-    config = replace(CONFIGS["all together"], compute_dtype="bfloat16") if name == "bfloat16" else CONFIGS[name]
-    model = bound(config)
-    prefix = model.prefix(ARRAYS.prefix_tokens, ARRAYS.prefix_lengths)
-    tokens = branch_tokens(jnp.asarray(ARRAYS.suffix_tokens), LATENTS)
-    caches = model.empty_cache(len(PAIRS), K, tokens.shape[-1] + 2)
-    step = nnx.jit(lambda model, *arguments: model.decode_step(*arguments))
-    states = []
-    for index in range(tokens.shape[-1]):
-        before = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), caches)
-        hidden, caches = step(model, tokens[..., index], jnp.asarray(index, jnp.int32), prefix, caches)
-        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), caches) == before
-        states.append(np.asarray(hidden, np.float32))
-    expected = np.asarray(model.suffix(tokens, prefix), np.float32)
-    assert_close(np.stack(states, axis=2), expected, 3e-2 if name == "bfloat16" else 1e-5)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_step_at_a_time_equals_the_whole_suffix(dtype: Any) -> None:
+    config = replace(ALL_TOGETHER, compute_dtype=dtype)
+    definition, params = decoder(config)
+    length = BRANCHES.shape[-1]
+
+    @fast_jit
+    def stepwise(params: Params) -> jax.Array:
+        model = nnx.merge(definition, params)
+        prefix = model.prefix(jnp.asarray(ARRAYS.prefix_tokens), jnp.asarray(ARRAYS.prefix_lengths))
+
+        def step(caches: Any, inputs: Any) -> tuple[Any, jax.Array]:
+            hidden, caches = model.decode_step(*inputs, prefix, caches)
+            return caches, hidden
+
+        inputs = (jnp.moveaxis(jnp.asarray(BRANCHES), -1, 0), jnp.arange(length))
+        return jax.lax.scan(step, model.empty_cache(len(PAIRS), K, length + 2), inputs)[1]
+
+    hidden = stepwise(params)
+    assert hidden.dtype == dtype
+    expected = np.asarray(branches(config).suffix, np.float32)
+    assert_close(np.moveaxis(np.asarray(hidden, np.float32), 0, 2), expected, 3e-2 if dtype == "bfloat16" else 1e-5)
 
 
 # Rotary positions.
@@ -440,32 +448,23 @@ def test_angles_are_float32_whatever_the_compute_dtype() -> None:
 
 
 def test_bfloat16_compute_keeps_float32_logits() -> None:
-    config = CONFIGS["bias and norms"]
-    half = replace(config, compute_dtype="bfloat16")
-    definition, fresh = new_module(lambda rngs: Decoder(half, VOCABULARY.size, rngs=rngs), jax.random.key(0))
-    params = decoder(config)[1]
+    half = replace(ALL_TOGETHER, compute_dtype="bfloat16")
+    _, fresh = new_module(lambda rngs: Decoder(half, VOCABULARY.size, rngs=rngs), jax.random.key(0))
     assert {leaf.dtype for leaf in jax.tree.leaves(fresh)} == {jnp.dtype(jnp.float32)}
-    assert jax.tree.structure(fresh) == jax.tree.structure(params)
-    model, exact = nnx.merge(definition, params), bound(config)
-    prefix = model.prefix(ARRAYS.prefix_tokens, ARRAYS.prefix_lengths)
-    tokens = branch_tokens(jnp.asarray(ARRAYS.suffix_tokens), LATENTS)
-    hidden = {
-        "whole": (model(ARRAYS.z_free_tokens), exact(ARRAYS.z_free_tokens)),
-        "suffix": (
-            model.suffix(tokens, prefix),
-            exact.suffix(tokens, exact.prefix(ARRAYS.prefix_tokens, ARRAYS.prefix_lengths)),
-        ),
-    }
-    assert model.unembedding.dtype == jnp.float32
-    for actual, expected in hidden.values():
-        assert actual.dtype == jnp.bfloat16
-        logits = logits_from_hidden(actual, model.unembedding, jax.lax.Precision.HIGHEST)
+    out, exact = branches(half), branches(ALL_TOGETHER)
+    assert out.unembedding.dtype == np.float32
+    assert out.router.dtype == np.float32
+    np.testing.assert_allclose(np.exp(out.router).sum(axis=-1), 1.0, rtol=1e-6)
+    for hidden, other in (
+        (hidden_states(half), hidden_states(ALL_TOGETHER)),
+        (out.prefix, exact.prefix),
+        (out.suffix, exact.suffix),
+    ):
+        assert hidden.dtype == jnp.bfloat16
+        logits = logits_of(hidden, half)
         assert logits.dtype == jnp.float32
         assert np.all(np.isfinite(logits))
-        assert_close(logits, logits_from_hidden(expected, exact.unembedding, jax.lax.Precision.HIGHEST), 5e-2)
-    router = router_log_probs(model, prefix, LATENTS)
-    assert router.dtype == jnp.float32
-    np.testing.assert_allclose(np.exp(np.asarray(router)).sum(axis=-1), 1.0, rtol=1e-6)
+        assert_close(logits, logits_of(other, ALL_TOGETHER), 5e-2)
 
 
 # Parameters.
@@ -501,7 +500,7 @@ def test_two_builds_share_one_compilation() -> None:
         traces.append(1)
         return nnx.merge(definition, params)(tokens)
 
-    compiled = jax.jit(forward, static_argnums=0)
+    compiled = fast_jit(forward, static_argnums=0)
     tokens = jnp.asarray(ARRAYS.z_free_tokens)
     builds = [
         new_module(lambda rngs: Decoder(replace(PLAIN), VOCABULARY.size, rngs=rngs), jax.random.key(k)) for k in (0, 1)
@@ -561,15 +560,21 @@ def test_scale_zero_makes_latents_alike_and_the_rest_stays() -> None:
 # The posterior network.
 
 
-def posterior_logits(network: PosteriorNetwork, tokens: Any, mask: Any) -> np.ndarray:
-    return np.asarray(network(jnp.asarray(tokens), jnp.asarray(mask)))
+@partial(fast_jit, static_argnums=0)
+def run_posterior(definition: Any, params: Params, tokens: Any, mask: Any) -> jax.Array:
+    return nnx.merge(definition, params)(tokens, mask)
+
+
+def posterior_logits(
+    config: ModelConfig, params: Params, tokens: Any = ARRAYS.z_free_tokens, mask: Any = ARRAYS.z_free_loss_mask
+) -> np.ndarray:
+    return np.asarray(run_posterior(posterior(config)[0], params, tokens, mask))
 
 
 @pytest.mark.parametrize("name", ["plain", "bias and norms"])
 def test_the_posterior_is_a_linear_head_on_the_mean_of_supervised_hidden_states(name: str) -> None:
-    definition, params = posterior(CONFIGS[name])
-    params = randomized(params, seed=2)
-    logits = posterior_logits(nnx.merge(definition, params), ARRAYS.z_free_tokens, ARRAYS.z_free_loss_mask)
+    params = randomized(posterior(CONFIGS[name])[1], seed=2)
+    logits = posterior_logits(CONFIGS[name], params)
     assert logits.dtype == np.float32
     for n, (x, y) in enumerate(PAIRS):
         hidden = numpy_hidden(params["decoder"], ARRAYS.z_free_tokens[n], CONFIGS[name])
@@ -581,13 +586,12 @@ def test_the_posterior_is_a_linear_head_on_the_mean_of_supervised_hidden_states(
 
 
 def test_padding_does_not_reach_the_posterior() -> None:
-    definition, params = posterior(PLAIN)
-    network = nnx.merge(definition, randomized(params, seed=2))
-    before = posterior_logits(network, ARRAYS.z_free_tokens, ARRAYS.z_free_loss_mask)
+    params = randomized(posterior(PLAIN)[1], seed=2)
+    before = posterior_logits(PLAIN, params)
     for more in (0, 4):
         tokens = padded(ARRAYS.z_free_tokens, LENGTHS["z_free"], more, seed=3)
         mask = np.pad(ARRAYS.z_free_loss_mask, [(0, 0), (0, more)])
-        assert_close(posterior_logits(network, tokens, mask), before, 2e-6)
+        assert_close(posterior_logits(PLAIN, params, tokens, mask), before, 2e-6)
 
 
 def test_the_posterior_pools_supervised_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,26 +619,27 @@ def test_the_posterior_pools_supervised_positions_only(monkeypatch: pytest.Monke
 
 
 def test_an_example_without_supervised_tokens_has_the_logits_of_the_bias() -> None:
-    definition, params = posterior(PLAIN)
-    params = randomized(params, seed=2)
+    params = randomized(posterior(PLAIN)[1], seed=2)
     mask = ARRAYS.z_free_loss_mask.copy()
     mask[1] = False
-    logits = posterior_logits(nnx.merge(definition, params), ARRAYS.z_free_tokens, mask)
+    logits = posterior_logits(PLAIN, params, mask=mask)
     np.testing.assert_array_equal(logits[1], params["head"]["bias"])
     assert np.all(np.isfinite(logits))
 
 
 def test_a_bfloat16_posterior_pools_in_float32() -> None:
-    definition, params = posterior(replace(PLAIN, compute_dtype="bfloat16"))
-    params = randomized(params, seed=2)
-    logits = posterior_logits(nnx.merge(definition, params), ARRAYS.z_free_tokens, ARRAYS.z_free_loss_mask)
-    exact = posterior_logits(nnx.merge(posterior(PLAIN)[0], params), ARRAYS.z_free_tokens, ARRAYS.z_free_loss_mask)
+    params = randomized(posterior(PLAIN)[1], seed=2)
+    logits = posterior_logits(replace(PLAIN, compute_dtype="bfloat16"), params)
+    exact = posterior_logits(PLAIN, params)
     assert logits.dtype == np.float32
     assert_close(logits, exact, 5e-2)
 
 
 def test_a_prefix_keeps_its_true_lengths() -> None:
-    prefix = bound(PLAIN).prefix(ARRAYS.prefix_tokens, ARRAYS.prefix_lengths)
+    definition, params = decoder(PLAIN)
+    prefix = fast_jit(lambda *arrays: nnx.merge(definition, params).prefix(*arrays))(
+        ARRAYS.prefix_tokens, ARRAYS.prefix_lengths
+    )
     assert isinstance(prefix, Prefix)
     np.testing.assert_array_equal(prefix.lengths, ARRAYS.prefix_lengths)
     assert prefix.hidden.shape == (*ARRAYS.prefix_tokens.shape, PLAIN.width)

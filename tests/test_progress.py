@@ -130,9 +130,7 @@ def test_resuming_drops_the_later_lines_of_the_stage(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == OTHER + "\n"
 
 
-def test_metrics_survive_a_failure_while_lines_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_survive_a_failure_while_lines_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(OTHER + '\n{"stage": "score", "step": 3}\n', encoding="utf-8")
     before = path.read_bytes()
@@ -202,9 +200,7 @@ def test_plain_lines_of_a_resumed_stage_and_of_one_without_metrics(
     assert not list(tmp_path.iterdir())
 
 
-def test_rate_follows_a_change_of_pace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: list[float]
-) -> None:
+def test_rate_follows_a_change_of_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
     with StageLog("disentangle", 1000, 0, tmp_path, 10) as log:
         for step in range(1, 1001):
             log.log(step, {})
@@ -243,15 +239,11 @@ def test_bar_on_a_terminal_shows_loss_rate_and_time_left(
     os.close(controller)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", b"".join(received).decode())
     shown = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert re.fullmatch(
-        r"disentangle ━+[╸╺]?━+ +301/600 loss 1\.234, 2 steps/s \d:\d\d:\d\d 2:30 left", shown[-1]
-    )
+    assert re.fullmatch(r"disentangle ━+[╸╺]?━+ +301/600 loss 1\.234, 2 steps/s \d:\d\d:\d\d 2:30 left", shown[-1])
     assert max(map(len, shown)) <= 80
 
 
-def test_what_is_kept_is_written_when_the_stage_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_kept_is_written_when_the_stage_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError), StageLog("reference", 9, 0, tmp_path, 1) as log:
         log.log(1, {"loss": math.nan})
         raise ZeroDivisionError

@@ -13,7 +13,13 @@ import pytest
 from step_fixture import CONFIG, StepFixture, assert_trees_close
 
 from surprisal_jax import losses
-from surprisal_jax.training.sharding import compile_with_pmap, compile_with_shard_map, make_mesh, put_batch, put_replicated
+from surprisal_jax.training.sharding import (
+    compile_with_pmap,
+    compile_with_shard_map,
+    make_mesh,
+    put_batch,
+    put_replicated,
+)
 from surprisal_jax.training.step import Hyperparameters
 
 DEVICES = 8

@@ -116,6 +116,9 @@ def _jensen_shannon(logits: Float[Array, "N K V"], mask: Shaped[Array, " N"]) ->
     """
     logits = select(jnp.broadcast_to(mask[:, None, None], logits.shape), logits.astype(jnp.float32))
     num_latents = logits.shape[-2]
+    # A large offset of one latent's logits would leave its rounding in the normaliser.
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    logits = logits - jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     shift = jax.lax.stop_gradient(jnp.max(logits, axis=-2, keepdims=True))
     shift = jnp.where(jnp.isneginf(shift), 0.0, shift)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -111,23 +111,28 @@ def score_reference(
 def logits_from_hidden(
     hidden: Float[Array, "*batch D"], unembedding: Float[Array, "D V"], precision: jax.lax.PrecisionLike
 ) -> Float[Array, "*batch V"]:
-    """The logit matmul: float32 out, at an explicit precision, whatever the dtype of the hidden states."""
+    """The logit matmul: float32 in and out, at an explicit precision, whatever the dtype of the hidden states.
+
+    With bfloat16 operands the gradient of the unembedding would be rounded to bfloat16 once a chunk. On a TPU the
+    precision alone decides how many bfloat16 passes a float32 product takes, so DEFAULT costs the same.
+    """
     return jnp.einsum(
         "...d,dv->...v",
-        hidden,
-        unembedding.astype(hidden.dtype),
+        hidden.astype(jnp.float32),
+        unembedding.astype(jnp.float32),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
 
 
-def map_chunks(function: Callable[..., Array], rows: Any, shared: Any, chunk_size: int) -> Array:
+def map_chunks(function: Callable[..., Array], rows: Any, shared: Array, chunk_size: int) -> Array:
     """`function(rows, shared)` over chunks of at most `chunk_size` rows, recomputed in the backward pass.
 
     Args:
       function: `(rows, shared) -> [C, ...]`, independent row by row.
       rows: a pytree of arrays `[N, ...]`, split into chunks.
-      shared: a pytree that every chunk reads; its cotangents are summed over the chunks in a loop.
+      shared: an array that every chunk reads. It is passed on in float32, in which its cotangents are summed over the
+        chunks: hundreds of bfloat16 additions would be off by percents.
       chunk_size: the most rows at once. The last chunk is padded with zeros, which `function` must bear.
 
     Returns:
@@ -137,6 +142,7 @@ def map_chunks(function: Callable[..., Array], rows: Any, shared: Any, chunk_siz
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
     count = jax.tree.leaves(rows)[0].shape[0]
     checkpointed: Callable[..., Array] = jax.checkpoint(function, prevent_cse=False)
+    shared = shared.astype(jnp.float32)
     if count <= chunk_size:
         return checkpointed(rows, shared)
     num_chunks = -(-count // chunk_size)

@@ -89,8 +89,9 @@ def align_to_conditioned(
     chex.assert_equal_shape_prefix([values, target_mask, alignment_offsets], alignment_offsets.ndim)
     chex.assert_rank(target_mask, values.ndim)
     length = values.shape[-1]
-    positions = jax.lax.broadcasted_iota(alignment_offsets.dtype, target_mask.shape, target_mask.ndim - 1)
-    source = positions - alignment_offsets[..., None]
+    # int32 whatever comes in: a position does not fit int8, and unsigned offsets would wrap.
+    positions = jax.lax.broadcasted_iota(jnp.int32, target_mask.shape, target_mask.ndim - 1)
+    source = positions - alignment_offsets[..., None].astype(jnp.int32)
     index = jnp.clip(source, 0, length - 1)
     inside = (source >= 0) & (source < length)
     mask = inside & target_mask.astype(bool) & jnp.take_along_axis(source_mask.astype(bool), index, axis=-1)

@@ -1,0 +1,1 @@
+"""Training: state, step, stages, and what they leave behind."""

@@ -68,6 +68,8 @@ def train(
                 measured = {**name_leaves(metrics), **measured}
             log.log(done, measured)
             if done % logging.checkpoint_every == 0 or last:
+                # First the lines of the steps that the checkpoint makes final: a resumed run does not write them again.
+                log.flush()
                 position = {"step": done, "data_position": done * batch_size}
                 checkpoints.save(done, carry, position)
     checkpoints.close()
