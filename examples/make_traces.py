@@ -99,9 +99,7 @@ def make_records(seed: int) -> list[Record]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the traces of three sorting programs as JSONL.")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="which lists, and their order (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="which lists, and their order (default: %(default)s)")
     parser.add_argument(
         "--output",
         type=Path,

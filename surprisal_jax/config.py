@@ -454,6 +454,9 @@ class ExperimentConfig:
     divisor_floor: float = setting("least divisor of a normalised term, in nats", 1e-3, above=0)
     chunk_size: int = setting("rows of vocabulary-sized logits alive at once", 2048, at_least=1)
     data_parallel: int | None = setting("devices each batch is spread over; none: all", None, at_least=1)
+    distributed: bool = setting(
+        "this process is one of several that a cluster started (a TPU pod, Slurm, Open MPI)", False
+    )
     reconstruction: ReconstructionLossConfig = ReconstructionLossConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -744,7 +747,7 @@ def _did_you_mean(name: str) -> str:
 # --------------------------------------------------------------------------------------------------------
 
 # Where a run lies, what it logs and how many devices it uses do not make it another run.
-NOT_IDENTITY = ("output_dir", "run_dir", "logging", "data_parallel")
+NOT_IDENTITY = ("output_dir", "run_dir", "logging", "data_parallel", "distributed")
 
 
 def to_dict(config: ExperimentConfig) -> dict[str, Any]:

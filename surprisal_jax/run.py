@@ -37,7 +37,7 @@ from surprisal_jax.config import (
 from surprisal_jax.data import SPLITS, write_jsonl
 from surprisal_jax.dataset import FORMAT_VERSION, Dataset, load_dataset
 from surprisal_jax.evaluation.evaluate import (
-    Trained,
+    Evaluator,
     evaluate_run,
     floor_warnings,
     validation_metrics,
@@ -46,10 +46,17 @@ from surprisal_jax.evaluation.evaluate import (
 )
 from surprisal_jax.evaluation.report import print_summary
 from surprisal_jax.files import write_json
-from surprisal_jax.training.loop import Evaluate
-from surprisal_jax.training.sharding import make_mesh
-from surprisal_jax.training.stages import Reference, Workplace, disentangle, score, train_reference, weigh_records
-from surprisal_jax.training.step import Hyperparameters, LatentStep, make_hyperparameters
+from surprisal_jax.training.sharding import first_process_first, join_cluster, make_mesh
+from surprisal_jax.training.stages import (
+    Reference,
+    Workplace,
+    disentangle,
+    score,
+    start_disentangling,
+    train_reference,
+    weigh_records,
+)
+from surprisal_jax.training.step import Hyperparameters, make_hyperparameters
 
 
 def run(config: ExperimentConfig, name: str = "run") -> Path:
@@ -66,12 +73,19 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
       InputError: bad data, or a directory that holds a run of another configuration. Nothing is compiled or overwritten
         then.
     """
-    console = Console()
+    if config.distributed:
+        join_cluster()
+    first = jax.process_index() == 0
+    console = Console(quiet=not first)
     dataset = load_dataset(config)
     place = Workplace(config, dataset, make_mesh(config))
     directory = run_directory(config, name)
-    claim_run_directory(directory, config, dataset.identity)
-    reference_dir, identity = claim_reference_directory(config, dataset)
+
+    def claim() -> tuple[Path, dict[str, Any]]:
+        claim_run_directory(directory, config, dataset.identity)
+        return claim_reference_directory(config, dataset)
+
+    reference_dir, identity = first_process_first("directories claimed", claim)
     devices = f"{place.mesh.size} device{'s' if place.mesh.size > 1 else ''}"
     console.print(
         f"{len(dataset.rows['train'])} training records of {dataset.task.name}, {config.num_latents} latents, {devices}"
@@ -88,20 +102,20 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     console.print(f"c_base {reference.c_base:.4f} nats, the reference's mean validation loss", highlight=False)
     weighting, warnings = _judge_weighting(place, scores, hyperparameters, reference, console)
 
-    def make_evaluate(step: LatentStep) -> Evaluate:
-        def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
-            trained = Trained(step, carry["state"].params, hyperparameters, scores, place.mesh)
-            return carry, validation_metrics(trained, dataset, reference.c_base)
+    step, state = start_disentangling(place, reference)
+    evaluator = Evaluator(step, hyperparameters, dataset, scores, place.mesh)
 
-        return evaluate
+    def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
+        return carry, validation_metrics(evaluator, carry["state"].params, reference.c_base)
 
-    final = disentangle(place, reference, scores, hyperparameters, directory, make_evaluate)
+    params = disentangle(place, step, state, reference, scores, hyperparameters, directory, evaluate)
     clock.ends("disentangle")
     summary_path = directory / "summary.json"
     if not summary_path.exists():
-        trained = Trained(final.step, final.params, hyperparameters, scores, place.mesh)
-        report = evaluate_run(config, dataset, trained, weighting, reference.c_base, directory)
+        report = evaluate_run(config, evaluator, params, weighting, reference.c_base, directory)
         clock.ends("evaluate")
+        if not first:
+            return directory
         curves = [reference_dir / "metrics.jsonl", directory / "metrics.jsonl"]
         write_figures(directory / "figures", dataset, report, curves)
         write_json(
@@ -124,7 +138,8 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
                 "config": to_dict(config),
             },
         )
-    print_summary(json.loads(summary_path.read_text()))
+    if first:
+        print_summary(json.loads(summary_path.read_text()))
     console.print(f"summary and pictures in {directory}", highlight=False, soft_wrap=True)
     return directory
 

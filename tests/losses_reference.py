@@ -1,6 +1,6 @@
 """Float64 NumPy versions of the losses, plain loops written from the equations: the independent source of the tests.
 
-Nothing here is vectorised or shares a line with the package. Functions take one example; `loop_over_leading` does the rest.
+Nothing is vectorised or shares a line with the package. Functions take one example; `loop_over_leading` the rest.
 """
 
 from __future__ import annotations

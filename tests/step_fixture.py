@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from surprisal_jax.models.latent import PosteriorNetwork
 from surprisal_jax.models.transformer import Decoder, new_module
 from surprisal_jax.sequences import Vocabulary, build_sequences
 from surprisal_jax.training.sharding import compile_over_data, make_mesh
-from surprisal_jax.training.state import TrainState
+from surprisal_jax.training.state import TrainState, make_optimizer
 from surprisal_jax.training.step import Hyperparameters, LatentStep, make_hyperparameters, make_latent_step
 
 EVERY_TERM = ReconstructionLossConfig(
@@ -40,8 +41,32 @@ CONFIG = ExperimentConfig(
 C_BASE = 0.7
 
 
+# One object, so that equal steps are equal keys of the compilation caches below.
+_OPTIMIZER = make_optimizer(CONFIG.disentangle)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _value_and_gradient(step: LatentStep, *arguments: Any) -> Any:
+    return jax.value_and_grad(step.loss, has_aux=True)(*arguments)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(step: LatentStep, batch: Any, reference: Any) -> Any:
+    return step.base_token_nll(batch, reference)
+
+
+@functools.lru_cache(maxsize=4)
+def _modules(model: ModelConfig, vocabulary_size: int, num_latents: int) -> Any:
+    """Reference, posterior and generator, drawn once for all tests."""
+    return (
+        new_module(lambda rngs: Decoder(model, vocabulary_size, rngs=rngs), jax.random.key(1)),
+        new_module(lambda rngs: PosteriorNetwork(model, vocabulary_size, num_latents, rngs=rngs), jax.random.key(2)),
+        new_module(lambda rngs: Decoder(model, vocabulary_size, rngs=rngs), jax.random.key(3)),
+    )
+
+
 class StepFixture:
-    """Everything one call of a training step needs, made from a configuration; every call of a method gives fresh buffers."""
+    """Everything one call of a training step needs, made from a configuration; every method gives fresh buffers."""
 
     def __init__(self, config: ExperimentConfig = CONFIG, **changes: Any) -> None:
         self.config = replace(config, **changes)
@@ -52,18 +77,13 @@ class StepFixture:
             for _ in range(self.config.disentangle.batch_size)
         ]
         self.vocabulary = vocabulary
-        decoder, self.reference = new_module(
-            lambda rngs: Decoder(self.config.model, vocabulary.size, rngs=rngs), jax.random.key(1)
+        (decoder, reference), (posterior, posterior_params), (_, model_params) = _modules(
+            self.config.model, vocabulary.size, self.config.num_latents
         )
-        posterior, posterior_params = new_module(
-            lambda rngs: PosteriorNetwork(self.config.model, vocabulary.size, self.config.num_latents, rngs=rngs),
-            jax.random.key(2),
-        )
-        _, model_params = new_module(
-            lambda rngs: Decoder(self.config.model, vocabulary.size, rngs=rngs), jax.random.key(3)
-        )
+        self.reference = jax.tree.map(lambda x: x.copy(), reference)
         self._params = {"model": model_params, "posterior": posterior_params}
-        self.step: LatentStep = make_latent_step(self.config, decoder, posterior, tuple(vocabulary.latent_ids))
+        step: LatentStep = make_latent_step(self.config, decoder, posterior, tuple(vocabulary.latent_ids))
+        self.step = replace(step, optimizer=_OPTIMIZER)
         self.hyperparameters: Hyperparameters = make_hyperparameters(self.config, C_BASE)
         arrays = build_sequences(pairs, vocabulary)
         batch = {**vars(arrays), "example_mask": np.ones(len(pairs), bool)}
@@ -71,7 +91,7 @@ class StepFixture:
         batch["example_mask"][-1] = False
         batch["suffix_loss_mask"][4] = False
         batch["z_free_loss_mask"][4] = False
-        scored = replace(self.step, online_reference=True).base_token_nll(batch, self.reference)
+        scored = _score(replace(self.step, online_reference=True), batch, self.reference)
         self.batch = {**batch, "base_token_nll": np.asarray(scored)}
 
     def state(self) -> TrainState:
@@ -85,8 +105,7 @@ class StepFixture:
         return {name: value for name, value in self.batch.items() if name != "base_token_nll"}
 
     def value_and_gradient(self, batch: Any = None, reference: Any = None) -> Any:
-        function = jax.value_and_grad(self.step.loss, has_aux=True)
-        return jax.jit(function)(self.params(), batch or self.batch, self.hyperparameters, reference)
+        return _value_and_gradient(self.step, self.params(), batch or self.batch, self.hyperparameters, reference)
 
     def compiled(self, devices: int) -> Any:
         mesh = make_mesh(replace(self.config, data_parallel=devices))

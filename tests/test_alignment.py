@@ -96,8 +96,7 @@ def test_alignment_equals_brute_force(num_latents, num_strategies):
         drawn = rng.integers(0, len(choices), (instances, num_latents, num_strategies))
         exact = [[[choices[i] for i in row] for row in table] for table in drawn]
         pooled = [
-            [sum(exact[n][k][s] for n in range(instances)) for s in range(num_strategies)]
-            for k in range(num_latents)
+            [sum(exact[n][k][s] for n in range(instances)) for s in range(num_strategies)] for k in range(num_latents)
         ]
         total, mapping, winners = brute_force(pooled)
         credit = np.array(exact, dtype=np.float64)

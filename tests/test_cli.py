@@ -137,8 +137,7 @@ BAD_FLAGS = [
     ),
     (
         "--raw-reconstruction-weight 0",
-        "--raw-reconstruction-weight: got 0.0 for this and every other reconstruction weight, "
-        "expected one > 0",
+        "--raw-reconstruction-weight: got 0.0 for this and every other reconstruction weight, expected one > 0",
     ),
     ("--task none", "--task: got task none with data.path none, expected a task or a data file"),
     (
@@ -159,13 +158,11 @@ BAD_FLAGS = [
     ("--reference.step 1", "unknown flag --reference.step, did you mean --reference.steps?"),
     (
         "--learning-rate 1",
-        "unknown flag --learning-rate, did you mean --reference.learning-rate or "
-        "--disentangle.learning-rate?",
+        "unknown flag --learning-rate, did you mean --reference.learning-rate or --disentangle.learning-rate?",
     ),
     (
         "--reconstruction.token-weighted-weight 2",
-        "unknown flag --reconstruction.token-weighted-weight, did you mean "
-        "--token-weighted-reconstruction-weight?",
+        "unknown flag --reconstruction.token-weighted-weight, did you mean --token-weighted-reconstruction-weight?",
     ),
     ("--hlep", "unknown flag --hlep, did you mean --help?"),
     ("--xyzzy 1", "unknown flag --xyzzy, expected a flag that --help lists"),
@@ -202,16 +199,12 @@ def test_a_mistaken_flag_is_one_line_and_status_2(
         (["--config", "no\n\x1b.yaml"], "no  .yaml: No such file or directory, expected a YAML file"),
     ],
 )
-def test_the_configuration_file_is_required(
-    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
-) -> None:
+def test_the_configuration_file_is_required(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     assert main(argv) == 2
     assert error_line(capsys) == message
 
 
-def test_a_mistake_in_the_file_names_file_field_and_value(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_the_file_names_file_field_and_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "y.yaml"
     path.write_text("disentangle:\n  learning_rate: fast\n")
     assert main(["--config", str(path)]) == 2
@@ -294,9 +287,7 @@ def test_help_and_version_win_over_other_flags(capsys: pytest.CaptureFixture[str
 
 
 def run_train(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "divisor_floor": 1e-3,
     "chunk_size": 2048,
     "data_parallel": None,
+    "distributed": False,
     "reconstruction": {
         "raw_weight": 1.0,
         "baseline_normalized_weight": 0.0,
@@ -257,8 +258,7 @@ BAD_FILES: list[tuple[str | bytes, str]] = [
     ("model.width: 3\n", "line 1: unknown field 'model.width', expected width inside the section model"),
     (
         "learning_rate: 1\n",
-        "line 1: unknown field 'learning_rate', did you mean reference.learning_rate or "
-        "disentangle.learning_rate?",
+        "line 1: unknown field 'learning_rate', did you mean reference.learning_rate or disentangle.learning_rate?",
     ),
     (
         "token_weighted_reconstruction_weight: 2\n",
@@ -327,8 +327,7 @@ BAD_FILES: list[tuple[str | bytes, str]] = [
     ),
     (
         "model:\n  num_heads: 4\n  num_kv_heads: 3\n",
-        "model.num_heads: got num_heads 4 with num_kv_heads 3, "
-        "expected num_heads to be a multiple of num_kv_heads",
+        "model.num_heads: got num_heads 4 with num_kv_heads 3, expected num_heads to be a multiple of num_kv_heads",
     ),
     ("model:\n  head_dim: 15\n", "model.head_dim: got 15, expected an even integer >= 2"),
     (
@@ -413,13 +412,9 @@ def test_file_flag_and_python_say_the_same(
     assert str(in_python.value) == f"{cls.__name__}.{field}: {problem}"
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), 10**400, np.float32(np.nan), np.bool_(True), 1j, b"1"]
-)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, np.float32(np.nan), np.bool_(True), 1j, b"1"])
 def test_python_values_that_are_no_number(value: Any) -> None:
-    with pytest.raises(
-        InputError, match=r"^ExperimentConfig\.beta: got .*expected a (finite )?number >= 0$"
-    ) as caught:
+    with pytest.raises(InputError, match=r"^ExperimentConfig\.beta: got .*expected a (finite )?number >= 0$") as caught:
         ExperimentConfig(beta=value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
@@ -452,9 +447,7 @@ def test_a_contradiction_is_reported_where_the_flag_made_it(tmp_path: Path) -> N
         file = "beta: 0\n" if name == "posterior" else "posterior: closed_form\n"
         with pytest.raises(InputError) as caught:
             load_text(tmp_path, file, **{name: value})
-        assert (
-            str(caught.value) == f"{flag}: got beta 0.0 with posterior 'closed_form', expected a number > 0"
-        )
+        assert str(caught.value) == f"{flag}: got beta 0.0 with posterior 'closed_form', expected a number > 0"
 
 
 def test_an_error_survives_pickling() -> None:
@@ -505,7 +498,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_identity_is_the_hash_of_what_decides_the_result() -> None:
     counted = {
-        k: v for k, v in DEFAULTS.items() if k not in ("output_dir", "run_dir", "logging", "data_parallel")
+        k: v
+        for k, v in DEFAULTS.items()
+        if k not in ("output_dir", "run_dir", "logging", "data_parallel", "distributed")
     }
     counted |= {"data_seed": 0, "reference_seed": 0}
     text = json.dumps(counted, sort_keys=True, separators=(",", ":"))

@@ -83,9 +83,7 @@ def test_round_trip(tmp_path):
         Record("1", "2", "s"),
     ]
     write_jsonl(tmp_path / "records.jsonl", records)
-    assert (tmp_path / "records.jsonl").read_bytes().split(b"\n")[
-        2
-    ] == b'{"x": "1", "y": "2", "strategy": "s"}'
+    assert (tmp_path / "records.jsonl").read_bytes().split(b"\n")[2] == b'{"x": "1", "y": "2", "strategy": "s"}'
     assert read_jsonl(tmp_path / "records.jsonl", "whitespace", 9) == records
 
 
@@ -108,8 +106,7 @@ BAD_LINES = [
     (GOOD + GOOD, f'got \'{{"x": "1", "y": "2"}}{{"x": "1", "y": "2"}}\', {A_LINE}: Extra data at column 21'),
     (
         b"{'x': '1', 'y': '2'}",
-        f"got \"{{'x': '1', 'y': '2'}}\", {A_LINE}:"
-        " Expecting property name enclosed in double quotes at column 2",
+        f"got \"{{'x': '1', 'y': '2'}}\", {A_LINE}: Expecting property name enclosed in double quotes at column 2",
     ),
     (
         b'{"x": "1", "y": "a\tb"}',
@@ -200,9 +197,7 @@ def test_a_bad_line_is_named(tmp_path, line, message, newline):
 
 def test_a_byte_order_mark_at_the_start_is_named(tmp_path):
     file = write(tmp_path, b"\xef\xbb\xbf" + GOOD)
-    with pytest.raises(
-        InputError, match="line 1: got the byte order mark of UTF-8, expected UTF-8 without one"
-    ):
+    with pytest.raises(InputError, match="line 1: got the byte order mark of UTF-8, expected UTF-8 without one"):
         read_jsonl(file, "whitespace", 6)
 
 
@@ -215,9 +210,7 @@ def test_what_is_no_file_is_named(tmp_path):
         with pytest.raises(InputError) as raised:
             read_jsonl(path, "whitespace", 6)
         assert str(raised.value) == f"{path}: got {got}, expected a readable JSONL file of records"
-    with pytest.raises(
-        InputError, match=r"traces\.jsonl: got an empty file, expected one JSON object a line"
-    ):
+    with pytest.raises(InputError, match=r"traces\.jsonl: got an empty file, expected one JSON object a line"):
         read_jsonl(write(tmp_path, b""), "whitespace", 6)
 
 
@@ -258,13 +251,9 @@ def test_split_records_keeps_order_and_every_record():
 
 def test_read_splits_needs_something_in_each(tmp_path):
     lines = [b'{"x": "%d", "y": "1"}' % i for i in range(100)]
-    assert [len(r) > 0 for r in read_splits(write(tmp_path, b"\n".join(lines)), DataConfig()).values()] == [
-        True
-    ] * 3
+    assert [len(r) > 0 for r in read_splits(write(tmp_path, b"\n".join(lines)), DataConfig()).values()] == [True] * 3
     only_train = [line for i, line in enumerate(lines) if split_of(str(i)) == "train"][:5]
-    with pytest.raises(
-        InputError, match=r"traces\.jsonl: x: got 5 distinct values and none in the validation split"
-    ):
+    with pytest.raises(InputError, match=r"traces\.jsonl: x: got 5 distinct values and none in the validation split"):
         read_splits(write(tmp_path, b"\n".join(only_train)), DataConfig())
 
 
@@ -285,9 +274,7 @@ def test_generated_counts_and_disjoint_splits(generated):
     prompts = {split: {r.x for r in records} for split, records in generated.items()}
     for split, xs in prompts.items():
         assert {split_of(x) for x in xs} == {split}
-    assert len(prompts["train"] | prompts["validation"] | prompts["test"]) == sum(
-        len(xs) for xs in prompts.values()
-    )
+    assert len(prompts["train"] | prompts["validation"] | prompts["test"]) == sum(len(xs) for xs in prompts.values())
     assert len(prompts["train"]) > 4000, "nearly all of the 80% of 6,480 prompts"
 
 
@@ -337,9 +324,10 @@ def test_generation_depends_on_the_seed_and_each_split_on_its_own_size():
     larger = generate_records(GRID, replace(SMALL, train_groups=80), seed=3)
     assert larger["train"][:100] == base["train"] and len(larger["train"]) == 160
     assert larger["validation"] == base["validation"] and larger["test"] == base["test"]
-    assert len(base["validation"]) == 21 and Counter(
-        Counter(r.group for r in base["validation"]).values()
-    ) == {2: 10, 1: 1}
+    assert len(base["validation"]) == 21 and Counter(Counter(r.group for r in base["validation"]).values()) == {
+        2: 10,
+        1: 1,
+    }
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
@@ -453,9 +441,7 @@ def test_restart_at_any_step_goes_on_as_undisturbed():
     assert whole[0:5] != whole[5:10] != whole[10:15]
     for start in range(15):
         # in another order of calls, so that nothing can lean on the calls before
-        resumed = {
-            step: batch_rows(made.copy(), step, 2, seed=9).tolist() for step in reversed(range(start, 15))
-        }
+        resumed = {step: batch_rows(made.copy(), step, 2, seed=9).tolist() for step in reversed(range(start, 15))}
         assert [resumed[step] for step in range(start, 15)] == whole[start:]
 
 
@@ -477,9 +463,7 @@ print(hashlib.sha256(repr((splits, rows)).encode()).hexdigest())
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PYTHONHASHSEED": "12345",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == here
 
 

@@ -44,7 +44,6 @@ COEFFICIENTS = {
     "normalized_token_weighted": 0.125,
     "normalized_inverse_token_weighted": 0.75,
 }
-DIVERGENCE_WEIGHT = 0.4
 C_BASE = 0.9
 Params = dict[str, jax.Array]
 Batch = dict[str, jax.Array]
@@ -79,12 +78,15 @@ def draw_batch() -> Batch:
     }
 
 
+def hidden_states(params: Params, tokens: jax.Array) -> jax.Array:
+    return jnp.tanh(params["embedding"][tokens][:, None] + params["latents"][None, :, None])
+
+
 def per_example(params: Params, batch: Batch) -> jax.Array:
-    """The objective of every example: closed-form posterior over enumerated latents, six terms, KL and divergence."""
+    """The objective of every example: closed-form posterior over enumerated latents, six terms and KL."""
     tokens, loss_mask = batch["tokens"], batch["loss_mask"]
     local = tokens.shape[0]
-    hidden = params["embedding"][tokens][:, None] + params["latents"][None, :, None]
-    hidden = jnp.tanh(hidden)
+    hidden = hidden_states(params, tokens)
     per_latent = functools.partial(jnp.broadcast_to, shape=(local, LATENTS, LENGTH))
     nll = masked_token_nll_from_hidden(
         hidden, params["unembedding"], per_latent(tokens[:, None]), per_latent(loss_mask[:, None]), chunk_size=7
@@ -99,9 +101,7 @@ def per_example(params: Params, batch: Batch) -> jax.Array:
     terms = ObjectiveTerms(
         reconstruction=jax.tree.map(lambda leaf: jnp.sum(jnp.exp(log_q) * leaf, -1), by_latent),
         prior_kl=categorical_kl(log_q, log_router),
-        inter_latent_divergence=inter_latent_divergence_from_hidden(
-            hidden, params["unembedding"], loss_mask, weighting.token_weights, chunk_size=6
-        ),
+        inter_latent_divergence=None,
         posterior_entropy=None,
         router_marginal_kl=None,
         posterior_fit=None,
@@ -111,7 +111,7 @@ def per_example(params: Params, batch: Batch) -> jax.Array:
         ObjectiveTerms(
             reconstruction=coefficients,
             prior_kl=jnp.float32(BETA),
-            inter_latent_divergence=jnp.float32(-DIVERGENCE_WEIGHT),
+            inter_latent_divergence=None,
             posterior_entropy=None,
             router_marginal_kl=None,
             posterior_fit=None,
@@ -141,8 +141,7 @@ def reference_loss(params: Params, batch: Batch) -> float:
             terms = reference.reconstruction(nll, loss_mask[1:], bundle, C_BASE)
             totals.append(math.fsum(COEFFICIENTS[name] * terms[name] for name in COEFFICIENTS))
         log_q = reference.log_posterior(log_router, totals, BETA)
-        divergence = reference.latent_divergence(logits, loss_mask, bundle["token_weights"])
-        values.append(reference.variational_objective(log_q, log_router, totals, BETA) - DIVERGENCE_WEIGHT * divergence)
+        values.append(reference.variational_objective(log_q, log_router, totals, BETA))
     assert len(values) == sum(COUNTED)
     return math.fsum(values) / len(values)
 
@@ -268,6 +267,43 @@ def test_value_and_gradient_equal_those_of_one_device(build: Callable[[], Step])
     assert jax.tree.structure(gradients) == jax.tree.structure(expected_gradients)
     for name, leaf in expected_gradients.items():
         np.testing.assert_allclose(np.asarray(gradients[name]), leaf, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_divergence_of_a_sharded_batch() -> None:
+    """Replicated parameters and sharded rows meet in the scan over chunks, and in its backward pass."""
+    params, batch = draw_params(), draw_batch()
+
+    def divergence(params: Params, batch: Batch, axis_name: str | None = None) -> jax.Array:
+        values = inter_latent_divergence_from_hidden(
+            hidden_states(params, batch["tokens"]),
+            params["unembedding"],
+            batch["loss_mask"],
+            jnp.ones_like(batch["loss_mask"][:, 1:], jnp.float32),
+            chunk_size=6,
+        )
+        return masked_mean_over_examples(values, batch["example_mask"], axis_name)
+
+    del params["router"]
+    value, gradients = jax.jit(jax.value_and_grad(divergence))(params, batch)
+    step = jax.shard_map(
+        lambda params, batch: jax.value_and_grad(divergence)(params, batch, "data"),
+        mesh=mesh(),
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=(PartitionSpec(), PartitionSpec()),
+    )
+    found, found_gradients = jax.jit(step)(params, batch)
+    hidden = np.asarray(hidden_states(params, batch["tokens"])).astype(np.float64)
+    logits = hidden @ np.asarray(params["unembedding"]).astype(np.float64)
+    expected_value = [
+        reference.latent_divergence(logits[row], np.asarray(batch["loss_mask"][row]), np.ones(LENGTH - 1))
+        for row in range(BATCH)
+        if batch["example_mask"][row]
+    ]
+    np.testing.assert_allclose(float(value), np.mean(expected_value), rtol=1e-5)
+    np.testing.assert_allclose(float(found), float(value), rtol=1e-5)
+    for name, leaf in gradients.items():
+        assert np.abs(np.asarray(leaf)).max() > 1e-3
+        np.testing.assert_allclose(np.asarray(found_gradients[name]), np.asarray(leaf), rtol=1e-5, atol=1e-5)
 
 
 def test_the_number_of_examples_is_counted_over_devices_and_not_on_each() -> None:

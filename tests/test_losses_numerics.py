@@ -505,8 +505,13 @@ def test_the_mean_counts_what_it_sums() -> None:
 
 
 def test_weights_off_the_mask_do_not_count() -> None:
-    found = compiled_mean(floats([4.0, 8.0, 100.0]), bools([1, 1, 0]), floats([0.25, 0.75, 5.0]))
-    assert float(found) == 7.0
+    mask = jnp.asarray([1, 1, 0], jnp.float32)
+    for weight in (5.0, math.nan, math.inf):
+        assert float(compiled_mean(floats([4.0, 8.0, 100.0]), mask, floats([0.25, 0.75, weight]))) == 7.0
+        logits = floats([[[2.0, 0.0]] * 4, [[0.0, 0.0]] * 4])
+        found = compiled_divergence(logits, jnp.pad(mask, (1, 0)), floats([0.25, 0.75, weight]))
+        expected = reference.jsd(np.array([[2.0, 0.0], [0.0, 0.0]]))
+        np.testing.assert_allclose(float(found), expected, rtol=1e-5)
 
 
 LOSSES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[..., jax.Array]]] = {}
@@ -626,8 +631,10 @@ def test_what_is_masked_changes_neither_value_nor_gradient(name: str, poison: fl
     used = spread(mask, shape)
     values = np.random.default_rng(7).normal(size=shape).astype(np.float32)
     step = value_and_gradients(name)
-    clean = step(jnp.asarray(values), jnp.asarray(mask), 1.5)
-    dirty = step(jnp.asarray(np.where(used, values, np.float32(poison))), jnp.asarray(mask), 1.5)
+    # a 0/1 float mask: XLA turns a product with a converted boolean into a select and would hide a `* mask`
+    zero_one = jnp.asarray(mask, jnp.float32)
+    clean = step(jnp.asarray(values), zero_one, 1.5)
+    dirty = step(jnp.asarray(np.where(used, values, np.float32(poison))), zero_one, 1.5)
     assert np.isfinite(float(clean[0])) and float(clean[0]) != 0
     assert float(dirty[0]) == float(clean[0])
     (gradient, scale_gradient), (clean_gradient, clean_scale_gradient) = dirty[1], clean[1]
@@ -643,7 +650,7 @@ def test_no_supervised_token_gives_zero_and_zero_gradients(name: str) -> None:
     shape, mask_shape, _ = LOSSES[name]
     mask = masks_for(mask_shape)[1]
     values = np.random.default_rng(8).normal(size=shape).astype(np.float32)
-    value, gradients = value_and_gradients(name)(jnp.asarray(values), jnp.asarray(mask), 1.5)
+    value, gradients = value_and_gradients(name)(jnp.asarray(values), jnp.asarray(mask, jnp.float32), 1.5)
     expected = 3 * 2 * 1.5 if name.startswith("bundle") else 0.0  # both ratios of each of three examples are 1
     assert float(value) == expected
     np.testing.assert_array_equal(np.asarray(gradients[0]), 0)

@@ -68,6 +68,13 @@ def compiled(transform: str, function: Callable[..., Any]) -> Callable[..., Any]
     return jax.jit(jax.vmap(function) if transform == "vmap" else function)
 
 
+def padded(transform: str, values: Any, length: int, fill: float = 0.0) -> np.ndarray:
+    """Plain calls compile each operation for each shape: there the cases share one shape, filled up off the mask."""
+    values = np.asarray(values, np.float64)
+    missing = length - values.shape[-1] if transform == "plain" else 0
+    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)], constant_values=fill)
+
+
 def run(transform: str, function: Callable[..., Any], *arguments: jax.Array) -> Any:
     """Under vmap the case travels beside two others, so that a reduction over the wrong axis shows."""
     if transform == "plain":
@@ -113,6 +120,16 @@ def bundle_at_the_limit(b: jax.Array, mask: jax.Array, alpha: jax.Array, offsets
     return compute_token_weighting(b, mask, mask, offsets, alpha, inverse_nll_floor=0.0)
 
 
+def bundle_of(case: dict[str, Any], transform: str, function: Callable[..., TokenWeighting]) -> TokenWeighting:
+    length = len(case["b"])
+    b, mask = padded(transform, case["b"], 4, fill=float("nan")), padded(transform, case["mask"], 4)
+    found = run(transform, function, floats(b), bools(mask), floats(case["alpha"]), jnp.zeros((), jnp.int32))
+    for leaf in jax.tree.leaves(found):
+        if leaf.ndim:
+            np.testing.assert_array_equal(np.asarray(leaf)[length:], 0)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:length] if leaf.ndim else leaf, found)
+
+
 def test_the_cases_are_the_ones_these_tests_were_written_for() -> None:
     assert ORACLE["schema"] == "surprisal-share-oracle/1"
     assert set(ORACLE["counts"]) == {"token_weighting", "batch", "detach", "alignment", "kl", "jsd", "reconstruction"}
@@ -132,14 +149,7 @@ def test_float64_reference_agrees_with_the_oracle(case: dict[str, Any]) -> None:
 @transforms
 @cases("token_weighting")
 def test_bundle_at_the_exact_limit(case: dict[str, Any], transform: str) -> None:
-    weighting = run(
-        transform,
-        bundle_at_the_limit,
-        floats(case["b"]),
-        bools(case["mask"]),
-        floats(case["alpha"]),
-        jnp.zeros((), jnp.int32),
-    )
+    weighting = bundle_of(case, transform, bundle_at_the_limit)
     assert_weighting(weighting, case["expected"], case["fp32_rtol"])
     aligned = [float(value) if flag else 0.0 for value, flag in zip(case["b"], case["mask"], strict=True)]
     np.testing.assert_array_equal(np.asarray(weighting.aligned_base_token_nll), np.float32(aligned))
@@ -149,9 +159,7 @@ def test_bundle_at_the_exact_limit(case: dict[str, Any], transform: str) -> None
 @cases("token_weighting")
 def test_bundle_with_the_default_floor(case: dict[str, Any], transform: str) -> None:
     """`rho` comes from max(b, 1e-6); the rest of the bundle does not know the floor."""
-    weighting = run(
-        transform, bundle, floats(case["b"]), bools(case["mask"]), floats(case["alpha"]), jnp.zeros((), jnp.int32)
-    )
+    weighting = bundle_of(case, transform, bundle)
     unfloored = {name: value for name, value in case["expected"].items() if not name.startswith("inverse_token")}
     assert len(unfloored) == 4
     assert_weighting(weighting, unfloored, case["fp32_rtol"])
@@ -167,8 +175,12 @@ def test_bundle_with_the_default_floor(case: dict[str, Any], transform: str) -> 
 @transforms
 @cases("token_weighting")
 def test_shares_and_masked_means_by_themselves(case: dict[str, Any], transform: str) -> None:
-    b, mask, alpha = floats(case["b"]), bools(case["mask"]), floats(case["alpha"])
-    expected, rtol = case["expected"], case["fp32_rtol"]
+    b = floats(padded(transform, case["b"], 4, fill=float("inf")))
+    mask, alpha = bools(padded(transform, case["mask"], 4)), floats(case["alpha"])
+    expected = {
+        name: padded(transform, value, 4) if np.ndim(value) else value for name, value in case["expected"].items()
+    }
+    rtol = case["fp32_rtol"]
     weights = run(transform, surprisal_share_weights, b, mask, alpha)
     assert_weights(weights, expected["token_weights"], rtol)
     inverse = run(transform, surprisal_share_weights, b, mask, -alpha)
@@ -262,28 +274,37 @@ def test_weights_carry_no_gradient(case: dict[str, Any], source: str, transform:
     assert_losses(gradient, case["expected"]["grad_weights_detached"], RELATIVE)
 
 
+def bundle_of_aligned(*arguments: jax.Array) -> TokenWeighting:
+    return compute_token_weighting(*arguments)
+
+
 @transforms
 @cases("alignment")
 def test_alignment(case: dict[str, Any], transform: str) -> None:
-    b, source_mask = floats(case["b"]), bools(case["zfree_mask"])
-    target_mask, offsets = bools(case["conditioned_mask"]), jnp.asarray(case["alignment_offsets"], jnp.int32)
-    assert target_mask.shape[-1] == case["conditioned_length"]
-    values, mask = run(transform, align_to_conditioned, b, source_mask, target_mask, offsets)
-    np.testing.assert_array_equal(np.asarray(values), np.float32(case["aligned_b_zero_filled"]))
-    np.testing.assert_array_equal(np.asarray(mask).astype(bool), np.asarray(case["aligned_mask"], bool))
-
-    weighting = run(
-        transform,
-        lambda *args: compute_token_weighting(*args, case["alpha"]),
-        b,
-        source_mask,
-        target_mask,
-        offsets,
-    )
-    assert_weights(weighting.token_weights, case["weights_align_then_normalise"], RELATIVE)
-    np.testing.assert_array_equal(
-        np.asarray(weighting.aligned_base_token_nll), np.float32(case["aligned_b_zero_filled"])
-    )
+    assert len(case["conditioned_mask"][0]) == case["conditioned_length"]
+    rows = [
+        (
+            floats(padded(transform, b, 3, fill=float("nan"))),
+            bools(padded(transform, source_mask, 3)),
+            bools(padded(transform, target_mask, 5)),
+            jnp.asarray(offset, jnp.int32),
+        )
+        for b, source_mask, target_mask, offset in zip(
+            case["b"], case["zfree_mask"], case["conditioned_mask"], case["alignment_offsets"], strict=True
+        )
+    ]
+    if transform == "plain":  # row by row
+        found = [(align_to_conditioned(*row), bundle_of_aligned(*row, floats(case["alpha"]))) for row in rows]
+        (values, mask), weighting = jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+    else:
+        arrays = [jnp.stack(column) for column in zip(*rows, strict=True)]
+        values, mask = run(transform, align_to_conditioned, *arrays)
+        weighting = run(transform, bundle_of_aligned, *arrays, floats(case["alpha"]))
+    filled, aligned_mask = (padded(transform, case[name], 5) for name in ("aligned_b_zero_filled", "aligned_mask"))
+    np.testing.assert_array_equal(np.asarray(values), filled.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(mask).astype(bool), aligned_mask.astype(bool))
+    np.testing.assert_array_equal(np.asarray(weighting.aligned_base_token_nll), filled.astype(np.float32))
+    assert_weights(weighting.token_weights, padded(transform, case["weights_align_then_normalise"], 5), RELATIVE)
 
 
 @transforms
@@ -301,6 +322,11 @@ def test_kl(case: dict[str, Any], direction: str, transform: str) -> None:
     np.testing.assert_allclose(float(value), case["expected"][direction], **DIVERGENCE)
 
 
+def divergence_of_hidden_logits(hidden: jax.Array, loss_mask: jax.Array, weights: jax.Array) -> jax.Array:
+    identity = jnp.eye(hidden.shape[-1], dtype=jnp.float32)
+    return inter_latent_divergence_from_hidden(hidden, identity, loss_mask, weights, chunk_size=2)
+
+
 @transforms
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @cases("jsd")
@@ -309,18 +335,14 @@ def test_jsd(case: dict[str, Any], form: str, transform: str) -> None:
     with np.errstate(divide="ignore"):
         log_p = np.log(np.asarray(case["distributions"], np.float64))
     # two positions, of which the first scores token 1; the second has no target
+    log_p = padded(transform, log_p, 3, fill=-np.inf)
     logits = np.stack([log_p, np.flip(log_p, -1)], axis=1)
     loss_mask, weights = bools([0, 1]), floats([1.0])
     if form == "logits":
         value = run(transform, inter_latent_divergence, floats(logits), loss_mask, weights)
     else:
         hidden = np.maximum(logits, -1e4)  # a matmul cannot carry -inf; exp(-1e4) is 0 in float32 too
-
-        def from_hidden(hidden: jax.Array, loss_mask: jax.Array, weights: jax.Array) -> jax.Array:
-            identity = jnp.eye(case["V"], dtype=jnp.float32)
-            return inter_latent_divergence_from_hidden(hidden, identity, loss_mask, weights, chunk_size=2)
-
-        value = run(transform, from_hidden, floats(hidden), loss_mask, weights)
+        value = run(transform, divergence_of_hidden_logits, floats(hidden), loss_mask, weights)
     assert value.dtype == jnp.float32 and value.shape == ()
     np.testing.assert_allclose(float(value), case["expected"]["jsd_nats"], **DIVERGENCE)
     np.testing.assert_allclose(

@@ -54,9 +54,7 @@ def overflowing(figure):
     frame = figure.bbox.padded(0.5)
     artists = [text for axes in figure.axes for text in axes.texts if text.get_text()]
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing from font"
-        )  # their boxes have a size, too
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # their boxes have a size, too
         extents = [(text.get_text(), text.get_window_extent(renderer)) for text in artists]
     return [text for text, box in extents if not (frame.contains(*box.min) and frame.contains(*box.max))]
 
@@ -74,9 +72,7 @@ def test_latents_by_strategies_writes_every_share_and_what_fits_none():
         ["0.93", "0.03", "0.00", "0.04"],
     ]
     start = written.index("latent 0")
-    assert written[start : start + 15] == [
-        cell for k, row in enumerate(rows) for cell in [f"latent {k}", *row]
-    ]
+    assert written[start : start + 15] == [cell for k, row in enumerate(rows) for cell in [f"latent {k}", *row]]
     assert written[start + 15 : start + 19] == [*STRATEGIES, "none"]
     assert "one-to-one alignment 0.966" in written
     assert overflowing(figure) == []
@@ -142,9 +138,7 @@ def test_latents_by_strategies_refuses_what_is_no_table_of_shares():
 
 
 def metrics():
-    reference = [
-        {"stage": "reference", "step": s, "reference_loss": 3 / s, "gradient_norm": 9.0} for s in (1, 2, 3)
-    ]
+    reference = [{"stage": "reference", "step": s, "reference_loss": 3 / s, "gradient_norm": 9.0} for s in (1, 2, 3)]
     reference[2]["validation_loss"] = 1.25
     disentangle = [
         {
@@ -166,9 +160,7 @@ def metrics():
 def curves(figure):
     """(panel, legend text) -> points; a line without a legend is no curve."""
     return {
-        (axes.get_title(loc="left"), line.get_label()): list(
-            zip(*map(np.ndarray.tolist, line.get_data()), strict=True)
-        )
+        (axes.get_title(loc="left"), line.get_label()): list(zip(*map(np.ndarray.tolist, line.get_data()), strict=True))
         for axes in figure.axes
         for line in axes.get_lines()
         if not line.get_label().startswith("_")
@@ -193,9 +185,7 @@ def test_training_curves_show_what_was_logged():
 
 def test_training_curves_have_no_empty_panel():
     only_reference = [record for record in metrics() if record["stage"] == "reference"]
-    assert [a.get_title(loc="left") for a in report.training_curves_figure(only_reference).axes] == [
-        "Reference: loss"
-    ]
+    assert [a.get_title(loc="left") for a in report.training_curves_figure(only_reference).axes] == ["Reference: loss"]
     nothing = report.training_curves_figure([{"stage": "score", "step": 1, "examples": 3}])
     assert nothing.axes == []
     assert [text.get_text() for text in nothing.texts] == ["no metrics logged yet"]
@@ -218,17 +208,10 @@ def test_validation_measures_have_a_panel():
 
 def test_curves_of_one_panel_differ_in_grey():
     records = [
-        {"stage": "disentangle", "step": s} | {f"posterior_usage/{k}": 1 / 16 for k in range(16)}
-        for s in (1, 2)
+        {"stage": "disentangle", "step": s} | {f"posterior_usage/{k}": 1 / 16 for k in range(16)} for s in (1, 2)
     ]
-    lines = [
-        line
-        for line in report.training_curves_figure(records).axes[0].get_lines()
-        if line.get_label()[0] != "_"
-    ]
-    assert (
-        len({(line.get_color(), str(line.get_linestyle()), str(line._dash_pattern)) for line in lines}) == 16
-    )
+    lines = [line for line in report.training_curves_figure(records).axes[0].get_lines() if line.get_label()[0] != "_"]
+    assert len({(line.get_color(), str(line.get_linestyle()), str(line._dash_pattern)) for line in lines}) == 16
 
 
 def test_losses_over_many_scales_are_drawn_on_a_logarithmic_axis_with_plain_labels():
@@ -264,9 +247,7 @@ def test_metrics_of_a_killed_run(tmp_path):
 
 # token heat map
 
-ROW = report.TokenRow(
-    "r2 c7 r4 c6   rows_first", ["r3", "$r_4$", "</y>"], [0.73, 0.002, 0.268], [1.1, 0.003, 0.404]
-)
+ROW = report.TokenRow("r2 c7 r4 c6   rows_first", ["r3", "$r_4$", "</y>"], [0.73, 0.002, 0.268], [1.1, 0.003, 0.404])
 
 
 def cells_of(figure):
@@ -393,9 +374,7 @@ def test_summary_table():
         "answers that follow the strategy of their latent"
     )
     assert "sampled_final_answer_accuracy n/a" in lines
-    assert (
-        lines[lines.index("collapse_threshold 1.500") + 1] == "largest token weight > beta = 0.1: z pays off"
-    )
+    assert lines[lines.index("collapse_threshold 1.500") + 1] == "largest token weight > beta = 0.1: z pays off"
     assert "strategy_token_share 0.500" in lines
     assert not any("seed" in line or "rho_recon" in line or line.startswith("beta") for line in lines)
 

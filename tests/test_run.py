@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+CACHE = tempfile.TemporaryDirectory(prefix="compiled-")
+
+# One worker makes the run that most of these tests share.
+pytestmark = pytest.mark.xdist_group("run")
 
 SMALL = """\
 posterior: closed_form
@@ -61,7 +67,9 @@ def command(config: Path, *flags: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    """As a user has it, one device, compiled with all optimisations; a program that one run compiled serves the others."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": CACHE.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return {**os.environ, **cache, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 
 def start(config: Path, *flags: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -161,7 +163,7 @@ ALIGNMENT_CASES = {"distinct": PAIRS, "repeated": [tuple(REPEATED), tuple(REPEAT
 @pytest.mark.parametrize("pairs", ALIGNMENT_CASES.values(), ids=ALIGNMENT_CASES.keys())
 @pytest.mark.parametrize("example", [0, 1, 2])
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_an_offset_off_by_one_is_refused(pairs: list, example: int, shift: int) -> None:
+def test_an_offset_off_by_one_is_refused(pairs: Any, example: int, shift: int) -> None:
     arrays = build_sequences(pairs, VOCABULARY)
     offsets = arrays.alignment_offsets.copy()
     offsets[example] += shift
@@ -210,6 +212,24 @@ def test_another_token_at_a_target_is_refused(arrays: SequenceArrays, tokens_nam
     tokens[1, np.flatnonzero(mask[1])[2]] = VOCABULARY.id("b")
     with pytest.raises(ValueError, match=r"example 1\b"):
         check(replace(arrays, **{tokens_name: tokens}))
+
+
+@pytest.mark.parametrize(("offset", "source"), [(-1, 2), (1, 0), (-3, 4), (-9, 10), (4, -3), (9, -8)])
+def test_equal_tokens_alone_are_no_alignment(offset: int, source: int) -> None:
+    """One token everywhere, so that only the mask and the range tell where its target is."""
+    tokens, mask = np.full((2, 4), 7), np.asarray([[0, 1, 0, 0]] * 2, bool)
+    check_alignment(tokens, mask, tokens, mask, np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match=rf"example 1: alignment_offsets {offset} .*position 1 .*position {source} "):
+        check_alignment(tokens, mask, tokens, mask, np.asarray([0, offset]))
+
+
+@pytest.mark.parametrize(("offset", "target"), [(-9, 3), (-1, 3), (9, 0), (1, 0)])
+def test_nothing_lies_beyond_the_ends(offset: int, target: int) -> None:
+    """An index that is clipped would find the target at the end."""
+    tokens, mask = np.full((1, 4), 7), np.arange(4)[None] == target
+    check_alignment(tokens, mask, tokens, mask, np.asarray([0]))
+    with pytest.raises(ValueError, match=r"example 0\b"):
+        check_alignment(tokens, mask, tokens, mask, np.asarray([offset]))
 
 
 def test_what_differs_off_the_mask_does_not_matter(arrays: SequenceArrays) -> None:
@@ -298,7 +318,12 @@ def test_any_white_space_parts_tokens() -> None:
 # The shift by one: which token a position is scored on.
 
 
-def hand_made_probabilities(positions: int, vocabulary_size: int) -> np.ndarray:
+def scored(logits: Any, tokens: Any, loss_mask: Any) -> np.ndarray:
+    arrays = (jnp.asarray(logits), jnp.asarray(tokens), jnp.asarray(loss_mask, bool))
+    return np.asarray(masked_token_nll_per_position(*arrays))
+
+
+def hand_made_probabilities(positions: int, vocabulary_size: int) -> Any:
     """`p[t, v]`, proportional to (1 + t) + v, so that no two neighbours agree."""
     weights = np.asarray([[1.0 + t + v for v in range(vocabulary_size)] for t in range(positions)])
     return weights / weights.sum(axis=1, keepdims=True)
@@ -306,14 +331,14 @@ def hand_made_probabilities(positions: int, vocabulary_size: int) -> np.ndarray:
 
 def test_position_t_is_scored_on_token_t_plus_one() -> None:
     p = hand_made_probabilities(4, 14)
-    nll = masked_token_nll_per_position(np.log(p), np.asarray([10, 11, 12, 13]), np.ones(4, bool))
+    nll = scored(np.log(p), [10, 11, 12, 13], [1, 1, 1, 1])
     # Three targets: the last position predicts nothing, and the first token is predicted by nothing.
     np.testing.assert_allclose(nll, [-math.log(p[0, 11]), -math.log(p[1, 12]), -math.log(p[2, 13])], rtol=1e-5)
 
 
 def test_the_mask_of_a_token_selects_the_position_before_it() -> None:
     p = hand_made_probabilities(4, 14)
-    nll = masked_token_nll_per_position(np.log(p), np.asarray([10, 11, 12, 13]), np.asarray([0, 0, 1, 0], bool))
+    nll = scored(np.log(p), [10, 11, 12, 13], [0, 0, 1, 0])
     np.testing.assert_allclose(nll, [0.0, -math.log(p[1, 12]), 0.0], rtol=1e-5)
 
 
@@ -322,7 +347,7 @@ def test_built_sequences_are_scored_from_the_opening_tag_to_eos(arrays: Sequence
     tokens, mask = getattr(arrays, f"{layout}_tokens"), getattr(arrays, f"{layout}_loss_mask")
     p = hand_made_probabilities(tokens.shape[1], VOCABULARY.size)
     logits = np.broadcast_to(np.log(p), (len(PAIRS), *p.shape))
-    nll = np.asarray(masked_token_nll_per_position(logits, tokens, mask))
+    nll = scored(logits, tokens, mask)
     for n, (x, y) in enumerate(PAIRS):
         opening = 2 if layout == "suffix" else len(x) + 3  # where <y> stands
         expected = np.zeros(tokens.shape[1] - 1)

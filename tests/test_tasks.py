@@ -17,9 +17,7 @@ from surprisal_jax.tasks.lookup import LookupTask
 
 # Enumerated here, not taken from the task: start and goal on a 10 x 10 board, 72 pairs of rows and 90 of
 # columns.
-STARTS_AND_GOALS = [
-    (a, b, c, d) for a, b, c, d in product(range(10), repeat=4) if abs(a - c) >= 2 and abs(b - d) >= 1
-]
+STARTS_AND_GOALS = [(a, b, c, d) for a, b, c, d in product(range(10), repeat=4) if abs(a - c) >= 2 and abs(b - d) >= 1]
 
 
 def prompt(start_row: int, start_column: int, goal_row: int, goal_column: int) -> str:
@@ -173,13 +171,9 @@ def test_unknown_name_lists_the_known_ones():
 
 
 def test_task_names_come_without_numpy():
-    code = (
-        "import sys; from surprisal_jax.tasks import TASK_NAMES; print('numpy' in sys.modules, TASK_NAMES[0])"
-    )
+    code = "import sys; from surprisal_jax.tasks import TASK_NAMES; print('numpy' in sys.modules, TASK_NAMES[0])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == ["False", "grid_pathfinding"]
 
 
@@ -228,10 +222,6 @@ def test_lookup_by_characters_compares_white_space():
 
 def test_lookup_depends_on_no_order_and_generates_recorded_prompts():
     task, backwards = LookupTask(RECORDED), LookupTask(RECORDED[::-1])
-    drawn = [
-        [t.generate(rng).x for _ in range(30)]
-        for t in (task, backwards)
-        for rng in [np.random.default_rng(3)]
-    ]
+    drawn = [[t.generate(rng).x for _ in range(30)] for t in (task, backwards) for rng in [np.random.default_rng(3)]]
     assert drawn[0] == drawn[1]
     assert set(drawn[0]) == {"3 1", "2 1", "1 2"}

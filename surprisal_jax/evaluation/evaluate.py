@@ -27,17 +27,6 @@ from surprisal_jax.training.step import Evaluation, Hyperparameters, LatentStep
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What the evaluation is given: the model, its parameters on the mesh, and the scores of every record."""
-
-    step: LatentStep
-    params: Mapping[str, Any]
-    hyperparameters: Hyperparameters
-    scores: np.ndarray
-    mesh: Mesh
-
-
-@dataclass(frozen=True)
 class Decodes:
     """Decoded texts of N distinct x under K forced latents."""
 
@@ -46,53 +35,62 @@ class Decodes:
     log_router: np.ndarray  # [N, K]
 
 
-def evaluate_records(
-    trained: Trained, dataset: Dataset, rows: np.ndarray, report: Callable[[int], None] = lambda done: None
-) -> Evaluation:
-    """`LatentStep.evaluate` over the given rows, as host arrays in their order."""
-    arrays = {**dataset.arrays, "base_token_nll": trained.scores}
-    compiled = compile_over_data(trained.step.evaluate, trained.mesh, batched=(False, True, False))
-    parts = []
-    for batch_rows in evaluation_rows(rows[:, None], evaluation_batch(trained.mesh)):
-        batch = put_batch(gather(arrays, batch_rows), trained.mesh)
-        parts.append(jax.device_get(compiled(trained.params, batch, trained.hyperparameters)))
-        report(1)
-    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
-    assert isinstance(joined, Evaluation)
-    return joined
+class Evaluator:
+    """Reads a model over many records, with programs that are compiled once for all calls."""
 
-
-def decode_forced_latents(
-    trained: Trained, dataset: Dataset, limit: int, report: Callable[[int], None] = lambda done: None
-) -> Decodes:
-    """Greedy decodes of the first `limit` distinct x of the test split under every latent."""
-    first_rows: dict[str, int] = {}
-    for row in dataset.rows["test"]:
-        first_rows.setdefault(dataset.records[row].x, int(row))
-    rows = np.asarray(list(first_rows.values())[:limit], np.int32)
-    vocabulary = dataset.vocabulary
-    prompts = {name: dataset.arrays[name] for name in ("prefix_tokens", "prefix_lengths")}
-    decode = partial(
-        greedy_decode,
-        trained.step.decoder,
-        latent_ids=trained.step.latent_ids,
-        forced_ids=vocabulary.encode(["</z>", "<y>"]),
-        eos_id=vocabulary.id("<eos>"),
-        max_new_tokens=dataset.arrays["suffix_tokens"].shape[1],
-    )
-    compiled = compile_over_data(decode, trained.mesh, batched=(False, True, True))
-    outputs: list[list[str]] = []
-    log_router = []
-    for batch_rows in evaluation_rows(rows[:, None], evaluation_batch(trained.mesh)):
-        batch = put_batch(gather(prompts, batch_rows), trained.mesh)
-        tokens, router = jax.device_get(
-            compiled(trained.params["model"], batch["prefix_tokens"], batch["prefix_lengths"])
+    def __init__(
+        self, step: LatentStep, hyperparameters: Hyperparameters, dataset: Dataset, scores: np.ndarray, mesh: Mesh
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = evaluation_batch(mesh)
+        self._mesh = mesh
+        self._hyperparameters = hyperparameters
+        self._arrays = {**dataset.arrays, "base_token_nll": scores}
+        self._evaluate = compile_over_data(step.evaluate, mesh, batched=(False, True, False))
+        decode = partial(
+            greedy_decode,
+            step.decoder,
+            latent_ids=step.latent_ids,
+            forced_ids=dataset.vocabulary.encode(["</z>", "<y>"]),
+            eos_id=dataset.vocabulary.id("<eos>"),
+            max_new_tokens=dataset.arrays["suffix_tokens"].shape[1],
         )
-        counted = batch_rows >= 0
-        log_router.append(router[counted])
-        outputs.extend([[_text(branch, dataset) for branch in branches] for branches in tokens[counted]])
-        report(1)
-    return Decodes([dataset.records[row].x for row in rows], outputs, np.concatenate(log_router))
+        self._decode = compile_over_data(decode, mesh, batched=(False, True, True))
+
+    def read(
+        self, params: Mapping[str, Any], rows: np.ndarray, report: Callable[[int], None] = lambda batches: None
+    ) -> Evaluation:
+        """`LatentStep.evaluate` of the given rows, as host arrays in their order."""
+        parts = []
+        for chunk in evaluation_rows(rows[:, None], self.batch_size):
+            batch = put_batch(gather(self._arrays, chunk), self._mesh)
+            parts.append(jax.device_get(self._evaluate(params, batch, self._hyperparameters)))
+            report(1)
+        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
+        assert isinstance(joined, Evaluation)
+        return joined
+
+    def decode(
+        self, params: Mapping[str, Any], limit: int, report: Callable[[int], None] = lambda batches: None
+    ) -> Decodes:
+        """Greedy decodes of the first `limit` distinct x of the test split under every latent."""
+        dataset = self.dataset
+        first_rows: dict[str, int] = {}
+        for row in dataset.rows["test"]:
+            first_rows.setdefault(dataset.records[row].x, int(row))
+        rows = np.asarray(list(first_rows.values())[:limit], np.int32)
+        prompts = {name: dataset.arrays[name] for name in ("prefix_tokens", "prefix_lengths")}
+        outputs: list[list[str]] = []
+        log_router = []
+        for chunk in evaluation_rows(rows[:, None], self.batch_size):
+            batch = put_batch(gather(prompts, chunk), self._mesh)
+            decoded = self._decode(params["model"], batch["prefix_tokens"], batch["prefix_lengths"])
+            tokens, router = jax.device_get(decoded)
+            counted = chunk >= 0
+            log_router.append(router[counted])
+            outputs.extend([[_text(branch, dataset) for branch in branches] for branches in tokens[counted]])
+            report(1)
+        return Decodes([dataset.records[row].x for row in rows], outputs, np.concatenate(log_router))
 
 
 def _text(tokens: np.ndarray, dataset: Dataset) -> str:
@@ -118,16 +116,23 @@ class Report:
 
 def evaluate_run(
     config: ExperimentConfig,
-    dataset: Dataset,
-    trained: Trained,
+    evaluator: Evaluator,
+    params: Mapping[str, Any],
     weighting: Mapping[str, float | None],
     c_base: float,
     directory: Path,
 ) -> Report:
-    """Decode, read the posterior, measure; with a progress bar of its own."""
+    """Decode, read the posterior, measure; with a progress bar of its own.
+
+    Args:
+      weighting, c_base: as `measure` takes them.
+      directory: of the run, for the stage's log.
+    """
+    dataset = evaluator.dataset
     test, validation = dataset.rows["test"], dataset.rows["validation"]
     instances = min(config.data.test_instances, len({dataset.records[row].x for row in test}))
-    total = sum(-(-count // evaluation_batch(trained.mesh)) for count in (instances, len(test), len(validation)))
+    batch = evaluator.batch_size
+    total = sum(-(-count // batch) for count in (instances, len(test), len(validation)))
     with StageLog("evaluate", total, 0, directory, log_every=1) as log:
         done = 0
 
@@ -136,9 +141,9 @@ def evaluate_run(
             done += batches
             log.log(done, {})
 
-        decodes = decode_forced_latents(trained, dataset, instances, report)
-        on_test = evaluate_records(trained, dataset, test, report)
-        on_validation = evaluate_records(trained, dataset, validation, report)
+        decodes = evaluator.decode(params, instances, report)
+        on_test = evaluator.read(params, test, report)
+        on_validation = evaluator.read(params, validation, report)
     return measure(config, dataset, decodes, on_test, on_validation, weighting, c_base)
 
 
@@ -241,11 +246,12 @@ def rho_recon(validation: Evaluation, c_base: float) -> float:
     return float(expected.sum(axis=1).mean() / c_base)
 
 
-def validation_metrics(trained: Trained, dataset: Dataset, c_base: float) -> dict[str, float]:
+def validation_metrics(evaluator: Evaluator, params: Mapping[str, Any], c_base: float) -> dict[str, float]:
     """What is watched while the disentangle stage runs: `rho_recon`, and the posterior against the strategies where
     these are known."""
+    dataset = evaluator.dataset
     rows = dataset.rows["validation"]
-    evaluation = evaluate_records(trained, dataset, rows)
+    evaluation = evaluator.read(params, rows)
     metrics = {"validation_rho_recon": rho_recon(evaluation, c_base)}
     strategies = dataset.task.strategies
     known = [i for i, row in enumerate(rows) if dataset.records[row].strategy in strategies]

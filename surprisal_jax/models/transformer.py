@@ -197,10 +197,20 @@ class Decoder(nnx.Module):
 
 
 def new_module(build: Callable[[nnx.Rngs], nnx.Module], key: Array) -> tuple[nnx.GraphDef[Any], dict[str, Any]]:
-    """A module's static definition and its initial parameters as plain nested dictionaries; `nnx.merge` puts them
-    together again."""
-    definition, state = nnx.split(build(nnx.Rngs(params=key)), nnx.Param)
-    return definition, nnx.to_pure_dict(state)
+    """A module's static definition and its initial parameters as plain nested dictionaries.
+
+    `nnx.merge` puts them together again. All parameters are drawn by one compiled program rather than one a shape.
+    """
+    definitions = []
+
+    def draw(key: Array) -> dict[str, Any]:
+        definition, state = nnx.split(build(nnx.Rngs(params=key)), nnx.Param)
+        definitions.append(definition)
+        parameters: dict[str, Any] = nnx.to_pure_dict(state)
+        return parameters
+
+    parameters = jax.jit(draw)(key)
+    return definitions[0], parameters
 
 
 def rotate(x: Array, positions: Array, theta: float) -> Array:

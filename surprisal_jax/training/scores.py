@@ -45,8 +45,11 @@ class ScoreCache:
             self.rows_done = int(manifest["rows_done"])
             self._array = np.lib.format.open_memmap(directory / _ARRAY, mode="r+")
         else:
+            # The manifest comes last: a cache without one was never opened for writing, and is made again.
             self._array = np.lib.format.open_memmap(directory / _ARRAY, mode="w+", dtype=np.float32, shape=shape)
             self._array[:] = np.nan
+            self._array.flush()
+            self._write_manifest()
         if self._array.shape != shape or self._array.dtype != np.float32:
             raise InputError(
                 f"{directory / _ARRAY}: got {self._array.dtype} {self._array.shape}, expected float32 {shape};"
@@ -59,7 +62,7 @@ class ScoreCache:
         self._array[self.rows_done : stop] = values
         self._array.flush()
         self.rows_done = stop
-        write_json(self._directory / _MANIFEST, {"identity": self._identity, "rows_done": stop})
+        self._write_manifest()
 
     def read(self) -> np.ndarray:
         """All rows, in memory.
@@ -75,3 +78,6 @@ class ScoreCache:
                 " move the directory away"
             )
         return values
+
+    def _write_manifest(self) -> None:
+        write_json(self._directory / _MANIFEST, {"identity": self._identity, "rows_done": self.rows_done})

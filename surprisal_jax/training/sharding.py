@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from surprisal_jax.config import ExperimentConfig, InputError
 
 DATA_AXIS = "data"
+
+Result = TypeVar("Result")
 
 
 def make_mesh(config: ExperimentConfig) -> Mesh:
@@ -38,6 +41,31 @@ def make_mesh(config: ExperimentConfig) -> Mesh:
     return jax.make_mesh((count,), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
 
 
+def join_cluster() -> None:
+    """Make this process one of those that the cluster started; call it before anything else touches a device.
+
+    Raises:
+      InputError: no cluster is found.
+    """
+    try:
+        jax.distributed.initialize()
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"distributed: got true, expected a cluster that jax.distributed finds ({reason})") from None
+
+
+def first_process_first(name: str, function: Callable[[], Result]) -> Result:
+    """`function()` in the first process and then, when that is done, in the others: what it wrote is there for them."""
+    if jax.process_count() == 1:
+        return function()
+    if jax.process_index() > 0:
+        multihost_utils.sync_global_devices(name)
+        return function()
+    result = function()
+    multihost_utils.sync_global_devices(name)
+    return result
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
@@ -48,14 +76,21 @@ def over_data(mesh: Mesh) -> NamedSharding:
 
 
 def put_replicated(tree: Any, mesh: Mesh) -> Any:
-    """A pytree on every device of the mesh."""
+    """A pytree, the same in every process, on every device of the mesh."""
     return jax.device_put(tree, replicated(mesh))
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Host arrays with a leading example axis as global arrays split over the data axis."""
+    """Host arrays with a leading example axis as global arrays split over the data axis.
+
+    Every process makes the same rows and gives its devices theirs.
+    """
     sharding = over_data(mesh)
-    return {name: jax.device_put(value, sharding) for name, value in batch.items()}
+    if jax.process_count() == 1:
+        return {name: jax.device_put(value, sharding) for name, value in batch.items()}
+    return {
+        name: jax.make_array_from_callback(value.shape, sharding, value.__getitem__) for name, value in batch.items()
+    }
 
 
 def compile_over_data(

@@ -21,7 +21,7 @@ from surprisal_jax.training.loop import Evaluate, train
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.reference import ReferenceStep
 from surprisal_jax.training.scores import ScoreCache
-from surprisal_jax.training.sharding import compile_over_data, put_batch, put_replicated
+from surprisal_jax.training.sharding import compile_over_data, first_process_first, put_batch, put_replicated
 from surprisal_jax.training.state import TrainState, make_optimizer
 from surprisal_jax.training.step import Hyperparameters, LatentStep, logit_precision, make_latent_step, weigh_batch
 
@@ -67,6 +67,7 @@ class Reference:
     """The frozen reference, on the mesh. `c_base` is its mean validation loss, in nats."""
 
     step: ReferenceStep
+    compiled_score: Callable[..., Any]
     params: dict[str, Any]
     c_base: float
 
@@ -79,12 +80,12 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
         lambda rngs: Decoder(config.model, dataset.vocabulary.size, rngs=rngs), jax.random.fold_in(key, _MODEL)
     )
     step = ReferenceStep(definition, make_optimizer(config.reference), config.chunk_size, logit_precision(config.model))
-    score = compile_over_data(step.score, place.mesh, batched=(False, True))
+    compiled_score = compile_over_data(step.score, place.mesh, batched=(False, True))
     arrays = z_free(dataset.arrays)
     validation = place.batches(arrays, dataset.rows["validation"])
 
     def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
-        loss = mean_base_loss(score, carry["state"].params["model"], validation, place.mesh)
+        loss = mean_base_loss(compiled_score, carry["state"].params["model"], validation, place.mesh)
         if loss < float(carry["best_loss"]):
             # A copy, as the next step consumes the state.
             best = jax.tree.map(lambda x: x.copy(), carry["state"].params["model"])
@@ -108,23 +109,28 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
         mesh=place.mesh,
         logging=config.logging,
     )
-    return Reference(step, carry["best_params"], float(carry["best_loss"]))
+    return Reference(step, compiled_score, carry["best_params"], float(carry["best_loss"]))
 
 
 def score(place: Workplace, reference: Reference, directory: Path, identity: Mapping[str, Any]) -> np.ndarray:
     """The reference's NLL of every record of every split, float32 [N, S-1], each scored once."""
     arrays = z_free(place.dataset.arrays)
     count, length = arrays["z_free_tokens"].shape
-    cache = ScoreCache(directory, identity, (count, length - 1))
+
+    def open_cache() -> ScoreCache:
+        return ScoreCache(directory, identity, (count, length - 1))
+
+    cache = first_process_first("scores opened", open_cache)
     remaining = (
         place.batches(arrays, np.arange(cache.rows_done, count, dtype=np.int32)) if cache.rows_done < count else []
     )
-    compiled = compile_over_data(reference.step.score, place.mesh, batched=(False, True))
     with StageLog("score", len(remaining), 0, directory, log_every=1) as log:
         for index, (rows, batch) in enumerate(remaining):
-            cache.append(np.asarray(compiled(reference.params, put_batch(batch, place.mesh)))[rows >= 0])
+            values = np.asarray(reference.compiled_score(reference.params, put_batch(batch, place.mesh)))[rows >= 0]
+            if jax.process_index() == 0:
+                cache.append(values)
             log.log(index + 1, {})
-    return cache.read()
+    return first_process_first("scores written", lambda: open_cache().read())
 
 
 def weigh_records(
@@ -147,24 +153,9 @@ def weigh_records(
     return joined
 
 
-@dataclass(frozen=True)
-class Disentangled:
-    """Router, generator and posterior, on the mesh, and the step that made them."""
-
-    step: LatentStep
-    params: dict[str, Any]
-
-
-def disentangle(
-    place: Workplace,
-    reference: Reference,
-    scores: np.ndarray,
-    hyperparameters: Hyperparameters,
-    directory: Path,
-    make_evaluate: Callable[[LatentStep], Evaluate],
-) -> Disentangled:
-    """Train router, generator and posterior, all started from the reference's weights."""
-    config, dataset, vocabulary = place.config, place.dataset, place.dataset.vocabulary
+def start_disentangling(place: Workplace, reference: Reference) -> tuple[LatentStep, TrainState]:
+    """The step, and router, generator and posterior as they start: from the reference's weights."""
+    config, vocabulary = place.config, place.dataset.vocabulary
     key = jax.random.key(config.seed)
     definition, posterior = new_module(
         lambda rngs: PosteriorNetwork(config.model, vocabulary.size, config.num_latents, rngs=rngs),
@@ -178,11 +169,22 @@ def disentangle(
         jax.random.fold_in(key, _LATENT_EMBEDDINGS),
     )
     step = make_latent_step(config, reference.step.decoder, definition, tuple(vocabulary.latent_ids))
-    state = TrainState.create(
-        {"model": {**reference.params, "embedding": embedding}, "posterior": posterior},
-        step.optimizer,
-        jax.random.fold_in(key, _STATE),
-    )
+    params = {"model": {**reference.params, "embedding": embedding}, "posterior": posterior}
+    return step, TrainState.create(params, step.optimizer, jax.random.fold_in(key, _STATE))
+
+
+def disentangle(
+    place: Workplace,
+    step: LatentStep,
+    state: TrainState,
+    reference: Reference,
+    scores: np.ndarray,
+    hyperparameters: Hyperparameters,
+    directory: Path,
+    evaluate: Evaluate,
+) -> dict[str, Any]:
+    """Train router, generator and posterior; their parameters, on the mesh, under the keys `model` and `posterior`."""
+    config, dataset = place.config, place.dataset
     arrays = dict(dataset.arrays) if step.online_reference else {**dataset.arrays, "base_token_nll": scores}
     compiled = compile_over_data(step.train_step, place.mesh, batched=(False, True, False, False), donate=(0,))
     frozen = reference.params if step.online_reference else None
@@ -191,7 +193,7 @@ def disentangle(
         {"state": state},
         train_step=lambda state, batch: compiled(state, batch, hyperparameters, frozen),
         batch_at=place.batch_at(arrays, step.group_size, config.disentangle.batch_size, config.seed),
-        evaluate=make_evaluate(step),
+        evaluate=evaluate,
         evaluate_every=config.disentangle.evaluate_every,
         total_steps=config.disentangle.steps,
         batch_size=config.disentangle.batch_size,
@@ -199,7 +201,8 @@ def disentangle(
         mesh=place.mesh,
         logging=config.logging,
     )
-    return Disentangled(step, carry["state"].params)
+    params: dict[str, Any] = carry["state"].params
+    return params
 
 
 def z_free(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
