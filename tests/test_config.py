@@ -118,7 +118,7 @@ def load_text(tmp_path: Path, text: str | bytes, **overrides: Any) -> Experiment
 def test_defaults_are_those_of_the_design() -> None:
     assert to_dict(ExperimentConfig()) == DEFAULTS
     assert {type(value) for value in to_dict(ExperimentConfig()).values()} <= {
-        str, int, float, dict, type(None)
+        str, int, float, bool, dict, type(None)
     }  # fmt: skip
 
 

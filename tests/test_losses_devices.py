@@ -32,6 +32,9 @@ from surprisal_jax.losses import (
     weighted_total,
 )
 
+# one worker: the compiled steps are shared by the tests
+pytestmark = pytest.mark.xdist_group("losses_devices")
+
 DEVICES, PER_DEVICE, LATENTS, LENGTH, WIDTH, VOCABULARY = 8, 2, 3, 6, 4, 7
 BATCH = DEVICES * PER_DEVICE
 COUNTED = [2, 2, 1, 2, 0, 1, 2, 1]

@@ -474,6 +474,7 @@ def everything_under_a_mask(dtype: str) -> Any:
     return everything(jnp.asarray([[0, 1, 1, 0, 1], [0, 0, 1, 1, 0]], dtype))
 
 
+@pytest.mark.xdist_group("losses_masks")
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
 def test_masks_of_any_dtype(dtype: str) -> None:
     """0/1 masks of any dtype mean what the boolean ones mean, to the bit."""

@@ -67,7 +67,7 @@ def command(config: Path, *flags: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """As a user has it, one device, compiled with all optimisations; a program that one run compiled serves the others."""
+    """As a user has it: one device, compiled with all optimisations. What one run compiled serves the others."""
     cache = {"JAX_COMPILATION_CACHE_DIR": CACHE.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return {**os.environ, **cache, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
