@@ -111,8 +111,8 @@ def _jensen_shannon(logits: Float[Array, "N K V"], mask: Shaped[Array, " N"]) ->
 
     Each summand is >= 0 and of second order in d, so nothing cancels; the difference of entropies is 5e-6 off in
     float32 and goes negative. d itself is formed from differences between latents, never from two log-probabilities of
-    size ln V: near collapse it is 1e-4 and a rounding of 1e-6 would be seen. All shifts are common to the latents,
-    cancel exactly, and carry no gradient.
+    size ln V: near collapse it is 1e-4 and a rounding of 1e-6 would be seen. Every shift (of one
+    latent's logits, or of one word's over the latents) leaves the distributions as they are and carries no gradient.
     """
     logits = select(jnp.broadcast_to(mask[:, None, None], logits.shape), logits.astype(jnp.float32))
     num_latents = logits.shape[-2]

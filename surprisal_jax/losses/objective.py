@@ -50,7 +50,7 @@ def weighted_total(terms: Any, coefficients: Any) -> Float[Array, "*batch"]:
       `[...]`, the shape of the leaves of `terms`.
 
     Raises:
-      ValueError: the structures differ.
+      ValueError or TypeError: the structures differ, as jax finds out.
     """
     products = jax.tree.leaves(jax.tree.map(lambda term, coefficient: coefficient * term, terms, coefficients))
     chex.assert_equal_shape(products)
@@ -129,7 +129,7 @@ def prior_kl(
       group_mask: as in `closed_form_log_posterior`; None is a group of one.
 
     Returns:
-      `[...]` nats, at least 0.
+      `[...]` nats, at least 0 up to rounding (some 1e-7).
     """
     divergence = categorical_kl(log_q, log_router)
     if group_mask is None:
