@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         if isinstance(arguments, str):
-            print(arguments)
+            _print_to_pipe(arguments)
             return 0
         path, flags = arguments
         config = load_config(path, flags)
@@ -50,6 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{program}: interrupted; the same command resumes the run", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _print_to_pipe(text: str) -> None:
+    """Print, and let a reader such as `head` leave before the end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout again as it exits, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _program() -> str:
