@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -77,7 +78,20 @@ def over_data(mesh: Mesh) -> NamedSharding:
 
 def put_replicated(tree: Any, mesh: Mesh) -> Any:
     """A pytree, the same in every process, on every device of the mesh."""
-    return jax.device_put(tree, replicated(mesh))
+    sharding = replicated(mesh)
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+
+    def place(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            key: jax.Array = jax.random.wrap_key_data(place(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return key
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))
+
+    return jax.tree.map(place, tree)
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
