@@ -77,8 +77,11 @@ class Vocabulary:
             raise ValueError(f"token {error.args[0]!r} is not in the vocabulary of {self.size} tokens") from None
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        tokens = self.tokens
-        return [tokens[int(i)] for i in ids]
+        tokens, decoded = self.tokens, [int(i) for i in ids]
+        for i in decoded:
+            if not 0 <= i < len(tokens):
+                raise ValueError(f"id {i} is not in the vocabulary of {len(tokens)} tokens")
+        return [tokens[i] for i in decoded]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Router, generator and posterior: the latent-variable view of a decoder.
 
 Router and generator are one decoder: the router is its next-token distribution after `<z>` restricted to the latent
-  tokens, the generator
-its suffixes `<z_k> </z> <y> y </y> <eos>`. All K latents are enumerated over one prefix.
+tokens, the generator its suffixes `<z_k> </z> <y> y </y> <eos>`. All K latents are enumerated over one prefix.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def router_log_probs(decoder: Decoder, prefix: Prefix, latent_ids: Sequence[int]
     """`log p(z | x)`, `[B, K]` float32: the logits after `<z>`, the prefix's last token, over the latent tokens
     alone."""
     last = jnp.take_along_axis(prefix.hidden, (prefix.lengths - 1)[:, None, None], axis=1)[:, 0]
-    latent_embeddings = decoder.unembedding[:, latent_ids[0] : latent_ids[-1] + 1]
+    latent_embeddings = decoder.unembedding[:, jnp.asarray(latent_ids)]
     logits = jnp.einsum("bd,dk->bk", last.astype(jnp.float32), latent_embeddings, precision=jax.lax.Precision.HIGHEST)
     return jax.nn.log_softmax(logits, axis=-1)
 
@@ -59,7 +58,6 @@ def redraw_latent_embeddings(embedding: Array, latent_ids: Sequence[int], scale:
     The reference never saw the latent tokens, so their rows are its initialisation. Small rows start the latents close
     together, which keeps the first posterior soft.
     """
-    start, stop = latent_ids[0], latent_ids[-1] + 1
-    others = jnp.std(jnp.concatenate([embedding[:start], embedding[stop:]]))
-    rows = scale * others * jax.random.normal(key, (stop - start, embedding.shape[1]))
-    return embedding.at[start:stop].set(rows)
+    redrawn = jnp.asarray(latent_ids)
+    spread = jnp.std(jnp.delete(embedding, redrawn, axis=0, assume_unique_indices=True))
+    return embedding.at[redrawn].set(scale * spread * jax.random.normal(key, (len(latent_ids), embedding.shape[1])))
