@@ -300,10 +300,18 @@ class ReconstructionLossConfig:
         at_least=0,
         flag="--token-weighted-reconstruction-alpha",
     )
+    token_weight_source: Literal["reference_surprisal", "reference_entropy", "model_surprisal", "uniform"] = setting(
+        "what weighs the tokens: the reference's surprisal or predictive entropy, the surprisal of the model that is "
+        "being trained, or nothing",
+        "reference_surprisal",
+    )
+    token_weight_mix: float = setting(
+        "token weights are this share of the tempered weights, and uniform for the rest", 1.0, at_least=0, at_most=1
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        weights = [item.name for item in settings_of(type(self)) if item.name != "token_weight_alpha"]
+        weights = [item.name for item in settings_of(type(self)) if item.name.endswith("_weight")]
         if not any(getattr(self, name) for name in weights):
             _contradiction(self, weights, "got 0.0 for this and every other reconstruction weight, expected one > 0")
 
@@ -351,6 +359,11 @@ class DataConfig:
         "JSONL file, relative to the working directory, with x, y and optionally strategy and group on each "
         "line; none: generated from the task",
         None,
+    )
+    task_size: int | None = setting(
+        "difficulty of the task: cells a side, numbers to sort, digits, ...; none: the task's own default",
+        None,
+        at_least=1,
     )
     tokenization: Literal["whitespace", "characters"] = setting("what a token of the text is", "whitespace")
     group_size: int = setting("records of one strategy that share a group (latent_scope group uses it)", 2, at_least=1)
@@ -435,6 +448,17 @@ class ExperimentConfig:
         "posterior in the objective: its known minimiser, or the network", "amortized"
     )
     latent_scope: Literal["example", "group"] = setting("what shares one latent: an example, or its group", "example")
+    anchors: int = setting(
+        "labelled training examples of each strategy, the first in the data, whose posterior is fixed to the "
+        "strategy's latent; 0: the labels are never read",
+        0,
+        at_least=0,
+    )
+    traces: Literal["dataset", "reference_samples"] = setting(
+        "what router, generator and posterior are trained on: the data's y, or one y for each x drawn from the "
+        "reference",
+        "dataset",
+    )
     reference_scoring: Literal["cached", "online"] = setting(
         "the reference scores the training set once, or each batch inside the compiled step", "cached"
     )
@@ -473,6 +497,7 @@ class ExperimentConfig:
         self._check_task()
         self._check_closed_form()
         self._check_batches()
+        self._check_traces()
 
     @property
     def effective_data_seed(self) -> int:
@@ -515,10 +540,35 @@ class ExperimentConfig:
                 "expected 0, or posterior 'amortized' (the closed form is the minimiser without that term)",
             )
 
+    def _check_traces(self) -> None:
+        if self.traces == "dataset":
+            return
+        if self.latent_scope == "group":
+            _contradiction(
+                self,
+                ("traces", "latent_scope"),
+                "got traces 'reference_samples' with latent_scope 'group', expected latent_scope 'example' "
+                "(each sample is drawn on its own and belongs to no group)",
+            )
+        if self.anchors:
+            _contradiction(
+                self,
+                ("traces", "anchors"),
+                f"got traces 'reference_samples' with anchors {self.anchors}, expected anchors 0 "
+                "(a sample has no label)",
+            )
+
     def _check_batches(self) -> None:
         # A group is summed where its examples lie, so a device has to hold whole groups.
         devices = 1 if self.data_parallel is None else self.data_parallel
         group = self.data.group_size if self.latent_scope == "group" else 1
+        if self.anchors and self.disentangle.batch_size < 4 * group:
+            _contradiction(
+                self,
+                ("disentangle.batch_size", "anchors"),
+                f"got disentangle.batch_size {self.disentangle.batch_size} with anchors {self.anchors}, "
+                f"expected at least {4 * group} (anchors take at most a quarter of a batch)",
+            )
         for name, batch_size, unit in (
             ("reference.batch_size", self.reference.batch_size, devices),
             ("disentangle.batch_size", self.disentangle.batch_size, devices * group),

@@ -332,21 +332,32 @@ def units(records: Sequence[Record], group_size: int) -> np.ndarray:
     return result
 
 
-def batch_rows(units: np.ndarray, step: int, batch_size: int, seed: int) -> np.ndarray:
+def batch_rows(
+    units: np.ndarray, step: int, batch_size: int, seed: int, anchors: np.ndarray | None = None
+) -> np.ndarray:
     """The rows that step `step` (from 0) trains on, over all devices: int32 [batch_size].
 
     Units are contiguous, with -1 where one is short. Epoch e visits every unit once, in an order drawn from
     (seed, e). The epochs make one endless stream, which is cut into batches without regard to where an epoch
     ends: nothing is dropped or repeated, and a batch may hold the end of one and the start of the next. A
     pure function of its arguments: a resumed run needs only its step.
+
+    Args:
+      anchors: units [A, group_size] that come round again and again: each batch begins with as many of them as
+        there are, at most a quarter of it, in turn.
     """
     num_units, group_size = _check_batch(units, batch_size)
     if step < 0:
         raise ValueError(f"step: got {step}, expected at least 0")
     per_batch = batch_size // group_size
-    first = step * per_batch
-    picked = [_epoch_order(num_units, seed, i // num_units)[i % num_units] for i in range(first, first + per_batch)]
-    return units[picked].reshape(-1)
+    held = 0 if anchors is None else min(len(anchors), per_batch // 4)
+    rest = per_batch - held
+    first = step * rest
+    picked = [_epoch_order(num_units, seed, i // num_units)[i % num_units] for i in range(first, first + rest)]
+    if anchors is None or held == 0:
+        return units[picked].reshape(-1)
+    turn = anchors[(step * held + np.arange(held)) % len(anchors)]
+    return np.concatenate([turn, units[picked]]).reshape(-1)
 
 
 def evaluation_rows(units: np.ndarray, batch_size: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
@@ -30,6 +30,14 @@ class Dataset:
     task: Task
     tokenization: str
     identity: str  # sha256 over everything training can see: never the strategies
+    anchor_latents: np.ndarray  # int32 [N], the latent assigned to a labelled example; -1: none
+
+    @property
+    def labelled_identity(self) -> str:
+        """`identity`, and the labels that are read in training: those of the anchors, if there are any."""
+        if (self.anchor_latents < 0).all():
+            return self.identity
+        return hashlib.sha256(self.identity.encode() + self.anchor_latents.tobytes()).hexdigest()
 
     def split_records(self, split: str) -> list[Record]:
         return [self.records[row] for row in self.rows[split]]
@@ -42,7 +50,7 @@ def load_dataset(config: ExperimentConfig) -> Dataset:
       InputError: what is wrong with the file or the sizes asked for, in one line.
     """
     if config.data.path is None:
-        task = get_task(str(config.task))
+        task = _make_task(config)
         splits = generate_records(task, config.data, config.effective_data_seed)
         return make_dataset(splits, task, config)
     path = config.data.path
@@ -54,7 +62,7 @@ def load_dataset(config: ExperimentConfig) -> Dataset:
         )
     if config.task is None:
         return make_dataset(splits, LookupTask(records, config.data.tokenization), config)
-    named = get_task(config.task)
+    named = _make_task(config)
     for record in records:
         try:
             named.traces(record.x)
@@ -63,17 +71,56 @@ def load_dataset(config: ExperimentConfig) -> Dataset:
     return make_dataset(splits, named, config)
 
 
-def make_dataset(splits: Mapping[str, list[Record]], task: Task, config: ExperimentConfig) -> Dataset:
+def _make_task(config: ExperimentConfig) -> Task:
+    try:
+        return get_task(str(config.task), config.data.task_size)
+    except ValueError as error:
+        raise InputError(f"data.task_size: {error}") from None
+
+
+def with_training_records(dataset: Dataset, records: list[Record], config: ExperimentConfig) -> Dataset:
+    """The same validation and test split and vocabulary, and other records to train on."""
+    splits = {split: dataset.split_records(split) for split in SPLITS} | {"train": records}
+    return make_dataset(splits, dataset.task, config, dataset.vocabulary)
+
+
+def make_dataset(
+    splits: Mapping[str, list[Record]], task: Task, config: ExperimentConfig, vocabulary: Vocabulary | None = None
+) -> Dataset:
     """Arrays of one width for all splits, so that each program is compiled once."""
     records = tuple(record for split in SPLITS for record in splits[split])
     bounds = np.cumsum([0, *(len(splits[split]) for split in SPLITS)])
     rows = {split: np.arange(bounds[i], bounds[i + 1], dtype=np.int32) for i, split in enumerate(SPLITS)}
     tokenization = config.data.tokenization
     texts = [(tokenize(record.x, tokenization), tokenize(record.y, tokenization)) for record in records]
-    vocabulary = Vocabulary.from_texts((text for pair in texts for text in pair), config.num_latents)
+    if vocabulary is None:
+        vocabulary = Vocabulary.from_texts((text for pair in texts for text in pair), config.num_latents)
     sequences = build_sequences([(vocabulary.encode(x), vocabulary.encode(y)) for x, y in texts], vocabulary)
     visible = [{**asdict(record), "strategy": None} for record in records]
-    content = [FORMAT_VERSION, tokenization, vocabulary.tokens, bounds.tolist(), visible]
+    anchor_latents = _assign_anchors(records, rows["train"], task, config)
+    content: list[object] = [FORMAT_VERSION, tokenization, vocabulary.tokens, bounds.tolist(), visible]
     identity = hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
     arrays = {field.name: getattr(sequences, field.name) for field in fields(sequences)}
-    return Dataset(records, rows, vocabulary, arrays, task, tokenization, identity)
+    return Dataset(records, rows, vocabulary, arrays, task, tokenization, identity, anchor_latents)
+
+
+def _assign_anchors(
+    records: Sequence[Record], train_rows: np.ndarray, task: Task, config: ExperimentConfig
+) -> np.ndarray:
+    """The first `anchors` training records of each strategy, with the strategy's place in the task as their latent."""
+    latents = np.full(len(records), -1, np.int32)
+    if not config.anchors:
+        return latents
+    if len(task.strategies) > config.num_latents:
+        raise InputError(
+            f"num_latents: got {config.num_latents} with anchors {config.anchors}, expected at least"
+            f" {len(task.strategies)}, one for each strategy"
+        )
+    for latent, strategy in enumerate(task.strategies):
+        labelled = [row for row in train_rows if records[row].strategy == strategy][: config.anchors]
+        if len(labelled) < config.anchors:
+            raise InputError(
+                f"anchors: got {config.anchors}, expected at most {len(labelled)}, the training records of {strategy}"
+            )
+        latents[labelled] = latent
+    return latents

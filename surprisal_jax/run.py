@@ -7,7 +7,7 @@ On disk, below `output_dir`:
         data/                       the records of a generated task, as a user would give them
         identity.json  checkpoints/  metrics.jsonl  tensorboard/  scores/
     <name>-seed<seed>-<hash>/
-        config.yaml  checkpoints/  metrics.jsonl  tensorboard/  summary.json  figures/
+        config.yaml  checkpoints/  metrics.jsonl  tensorboard/  summary.json  report.html  figures/
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,19 @@ from surprisal_jax.config import (
     to_dict,
 )
 from surprisal_jax.data import SPLITS, write_jsonl
-from surprisal_jax.dataset import FORMAT_VERSION, Dataset, load_dataset
+from surprisal_jax.dataset import FORMAT_VERSION, Dataset, load_dataset, with_training_records
 from surprisal_jax.evaluation.evaluate import (
     Evaluator,
     evaluate_run,
     floor_warnings,
+    heat_rows,
     validation_metrics,
     weighting_metrics,
     write_figures,
 )
-from surprisal_jax.evaluation.report import print_summary
+from surprisal_jax.evaluation.page import write_report_page
+from surprisal_jax.evaluation.report import print_summary, read_metrics
+from surprisal_jax.evaluation.sampling import sample_traces
 from surprisal_jax.files import write_json
 from surprisal_jax.training.sharding import first_process_first, join_cluster, make_mesh
 from surprisal_jax.training.stages import (
@@ -82,7 +85,7 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     directory = run_directory(config, name)
 
     def claim() -> tuple[Path, dict[str, Any]]:
-        claim_run_directory(directory, config, dataset.identity)
+        claim_run_directory(directory, config, dataset.labelled_identity)
         return claim_reference_directory(config, dataset)
 
     reference_dir, identity = first_process_first("directories claimed", claim)
@@ -96,7 +99,15 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     clock = _Clock()
     reference = train_reference(place, reference_dir)
     clock.ends("reference")
-    scores = score(place, reference, reference_dir / "scores", identity)
+    scores_dir = reference_dir / "scores"
+    if config.traces == "reference_samples":
+        samples_dir = reference_dir / "samples"
+        records = sample_traces(config, dataset, reference, place.mesh, samples_dir)
+        dataset = with_training_records(dataset, records, config)
+        place = replace(place, dataset=dataset)
+        scores_dir, identity = samples_dir / "scores", {**identity, "data": dataset.identity}
+        clock.ends("sample")
+    scores = score(place, reference, scores_dir, identity)
     clock.ends("score")
     hyperparameters = make_hyperparameters(config, reference.c_base)
     console.print(f"c_base {reference.c_base:.4f} nats, the reference's mean validation loss", highlight=False)
@@ -118,26 +129,27 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
             return directory
         curves = [reference_dir / "metrics.jsonl", directory / "metrics.jsonl"]
         write_figures(directory / "figures", dataset, report, curves)
-        write_json(
-            summary_path,
-            {
-                **report.metrics,
-                "beta": config.beta,
-                "c_base": reference.c_base,
-                "task": dataset.task.name,
-                "seed": config.seed,
-                "num_latents": config.num_latents,
-                "intervals_95": report.intervals,
-                "latent_strategies": report.latent_strategies(dataset.task.strategies),
-                "latents_by_strategies": None if report.table is None else report.table.tolist(),
-                "strategies": list(dataset.task.strategies),
-                "warnings": warnings,
-                "seconds": clock.seconds,
-                "reference_directory": str(reference_dir),
-                "versions": {"surprisal_jax": __version__, "jax": jax.__version__},
-                "config": to_dict(config),
-            },
-        )
+        summary = {
+            **report.metrics,
+            "beta": config.beta,
+            "c_base": reference.c_base,
+            "task": dataset.task.name,
+            "seed": config.seed,
+            "num_latents": config.num_latents,
+            "intervals_95": report.intervals,
+            "latent_strategies": report.latent_strategies(dataset.task.strategies),
+            "latents_by_strategies": None if report.table is None else report.table.tolist(),
+            "strategies": list(dataset.task.strategies),
+            "warnings": warnings,
+            "seconds": clock.seconds,
+            "reference_directory": str(reference_dir),
+            "versions": {"surprisal_jax": __version__, "jax": jax.__version__},
+            "config": to_dict(config),
+        }
+        lines = [line for path in curves for line in read_metrics(path)]
+        write_report_page(directory / "report.html", summary, lines, heat_rows(dataset, report))
+        # Last: it is what says that the stage is done.
+        write_json(summary_path, summary)
     if first:
         print_summary(json.loads(summary_path.read_text()))
     console.print(f"summary and pictures in {directory}", highlight=False, soft_wrap=True)
@@ -226,7 +238,7 @@ def claim_reference_directory(config: ExperimentConfig, dataset: Dataset) -> tup
 
 def _judge_weighting(
     place: Workplace,
-    scores: np.ndarray,
+    scores: Mapping[str, np.ndarray],
     hyperparameters: Hyperparameters,
     reference: Reference,
     console: Console,

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from surprisal_jax.config import ModelConfig
-from surprisal_jax.evaluation.decode import greedy_decode
+from surprisal_jax.evaluation.decode import decode_branches
 from surprisal_jax.models.latent import router_log_probs
 from surprisal_jax.models.transformer import Decoder
 from surprisal_jax.sequences import Vocabulary, build_sequences
@@ -95,7 +95,7 @@ def ended(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
 
 compiled_decode: Any = jax.jit(
-    greedy_decode, static_argnums=0, static_argnames=("latent_ids", "forced_ids", "eos_id", "max_new_tokens")
+    decode_branches, static_argnums=0, static_argnames=("latent_ids", "forced_ids", "eos_id", "max_new_tokens")
 )
 
 

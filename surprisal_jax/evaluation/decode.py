@@ -1,4 +1,4 @@
-"""Greedy decoding under every forced latent: one prefix, K branches with a key-value cache, one compiled loop."""
+"""Decoding, greedy or sampled: one prefix, K branches with a key-value cache, one compiled loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surprisal_jax.models.transformer import Decoder
 Array = jax.Array
 
 
-def greedy_decode(
+def decode_branches(
     decoder: nnx.GraphDef[Decoder],
     params: Any,
     prefix_tokens: Array,
@@ -25,8 +25,9 @@ def greedy_decode(
     forced_ids: Sequence[int],
     eos_id: int,
     max_new_tokens: int,
+    sampling_key: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The most likely continuation of each x under each latent.
+    """A continuation of each x under each latent: of tokens that are the most likely ones, or drawn.
 
     Args:
       decoder, params: the generator, split.
@@ -35,6 +36,7 @@ def greedy_decode(
       latent_ids: K token ids; branch k starts with the k-th.
       forced_ids: what follows the latent token: `</z> <y>`.
       eos_id: decoding of a branch ends with it; the loop ends when every branch has, or after `max_new_tokens`.
+      sampling_key: draws every token from the model's distribution; None: greedy.
 
     Returns:
       `(tokens [B, K, max_new_tokens], log_router [B, K])`; after its first `eos_id` a branch holds `eos_id`.
@@ -64,6 +66,8 @@ def greedy_decode(
         logits = jnp.einsum(
             "bkd,dv->bkv", hidden.astype(jnp.float32), model.unembedding, precision=jax.lax.Precision.HIGHEST
         )
+        if sampling_key is not None:
+            logits += jax.random.gumbel(jax.random.fold_in(sampling_key, index), logits.shape)
         planned = jax.lax.dynamic_index_in_dim(tokens, index + 1, axis=-1, keepdims=False)
         chosen = jnp.argmax(logits, axis=-1).astype(tokens.dtype)
         following = jnp.where((index + 1 < head) | ended, planned, chosen)

@@ -17,8 +17,13 @@ from surprisal_jax.config import ExperimentConfig
 from surprisal_jax.data import evaluation_rows, gather
 from surprisal_jax.dataset import Dataset
 from surprisal_jax.evaluation import alignment
-from surprisal_jax.evaluation.decode import greedy_decode
-from surprisal_jax.evaluation.report import write_latents_by_strategies, write_token_heat_map, write_training_curves
+from surprisal_jax.evaluation.decode import decode_branches
+from surprisal_jax.evaluation.report import (
+    TokenRow,
+    write_latents_by_strategies,
+    write_token_heat_map,
+    write_training_curves,
+)
 from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.sharding import compile_over_data, put_batch
@@ -39,23 +44,28 @@ class Evaluator:
     """Reads a model over many records, with programs that are compiled once for all calls."""
 
     def __init__(
-        self, step: LatentStep, hyperparameters: Hyperparameters, dataset: Dataset, scores: np.ndarray, mesh: Mesh
+        self,
+        step: LatentStep,
+        hyperparameters: Hyperparameters,
+        dataset: Dataset,
+        scores: Mapping[str, np.ndarray],
+        mesh: Mesh,
     ) -> None:
         self.dataset = dataset
         self.batch_size = evaluation_batch(mesh)
         self._mesh = mesh
         self._hyperparameters = hyperparameters
-        self._arrays = {**dataset.arrays, "base_token_nll": scores}
+        self._arrays = {**dataset.arrays, **scores}
         self._evaluate = compile_over_data(step.evaluate, mesh, batched=(False, True, False))
-        decode = partial(
-            greedy_decode,
+        decode_under_latents = partial(
+            decode_branches,
             step.decoder,
             latent_ids=step.latent_ids,
             forced_ids=dataset.vocabulary.encode(["</z>", "<y>"]),
             eos_id=dataset.vocabulary.id("<eos>"),
             max_new_tokens=dataset.arrays["suffix_tokens"].shape[1],
         )
-        self._decode = compile_over_data(decode, mesh, batched=(False, True, True))
+        self._decode = compile_over_data(decode_under_latents, mesh, batched=(False, True, True))
 
     def read(
         self, params: Mapping[str, Any], rows: np.ndarray, report: Callable[[int], None] = lambda batches: None
@@ -305,14 +315,20 @@ def write_figures(directory: Path, dataset: Dataset, report: Report, curves: Seq
             float(report.metrics["alignment_one_to_one"] or 0.0),
         )
     write_training_curves(directory / "training_curves.png", curves)
+    write_token_heat_map(directory / "token_heat_map.png", heat_rows(dataset, report))
+
+
+def heat_rows(dataset: Dataset, report: Report) -> list[TokenRow]:
+    """The first traces of the test split with their token weights and surprisals, for the token heat map."""
+    weighting = report.test_weighting
     mask = dataset.arrays["suffix_loss_mask"][dataset.rows["test"]][:, 1:]
     rows = []
     for i, record in enumerate(dataset.split_records("test")[:6]):
         tokens = [*tokenize(record.y, dataset.tokenization), "</y>", "<eos>"]
         title = record.x if record.strategy is None else f"{record.x}   {record.strategy}"
-        weighting = report.test_weighting
-        rows.append((title, tokens, weighting.token_weights[i][mask[i]], weighting.aligned_base_token_nll[i][mask[i]]))
-    write_token_heat_map(directory / "token_heat_map.png", rows)
+        weights, surprisal = weighting.token_weights[i][mask[i]], weighting.aligned_base_token_nll[i][mask[i]]
+        rows.append(TokenRow(title, tokens, weights, surprisal))
+    return rows
 
 
 def weighting_metrics(

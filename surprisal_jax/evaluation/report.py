@@ -33,10 +33,19 @@ DOTS_PER_INCH = 200
 
 _SANS, _MONO = "DejaVu Sans", "DejaVu Sans Mono"  # they ship with matplotlib
 _MONO_ADVANCE = 0.602  # width of one character, in em
-_INK, _FAINT = "#1a1a1a", "#5f5f5f"
+INK, FAINT = "#1a1a1a", "#5f5f5f"
 # Okabe and Ito, without the yellow that vanishes on white; line styles tell the same curves apart in grey.
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+
+
+class Curve(NamedTuple):
+    """One line of a panel: the metric's name, as a legend has it; (step, value) pairs; how matplotlib draws it."""
+
+    name: str
+    legend: str
+    points: list[tuple[int, float]]
+    style: dict[str, Any]
 
 
 class TokenRow(NamedTuple):
@@ -104,7 +113,7 @@ def latents_by_strategies_figure(
     def column(s: int) -> float:
         return left + s * cell_width + (gap if s == num_strategies else 0.0)
 
-    blues, greys, mapped = _shades("Blues"), _shades("Greys", 0.6), set(mapping)
+    blues, greys, mapped = shades_of("Blues"), shades_of("Greys", 0.6), set(mapping)
     for k in range(num_latents):
         top = above + k * cell_height
         _write(axes, left - 0.12, top + cell_height / 2, f"latent {k}", 10, ha="right")
@@ -116,19 +125,19 @@ def latents_by_strategies_figure(
             if outlined:
                 _box(axes, column(s) + 0.02, top + 0.02, cell_width - 0.04, cell_height - 0.04, None)
             centre = column(s) + cell_width / 2, top + cell_height / 2
-            ink, weight = _ink_on(shade), "bold" if outlined else "normal"
-            _write(axes, *centre, _share_text(share), 11, color=ink, weight=weight)
+            ink, weight = ink_on(shade), "bold" if outlined else "normal"
+            _write(axes, *centre, share_text(share), 11, color=ink, weight=weight)
     for s, name in enumerate(names):
         _write(axes, column(s) + cell_width / 2, above - 0.08, name, 9.5, va="bottom")
     none_x = column(num_strategies) + cell_width / 2
-    _write(axes, none_x, above - 0.08, "none", 9.5, va="bottom", style="italic", color=_FAINT)
+    _write(axes, none_x, above - 0.08, "none", 9.5, va="bottom", style="italic", color=FAINT)
     _write(axes, width / 2, 0.28, "What each latent writes", 12.5, weight="bold")
-    _write(axes, width / 2, 0.53, f"one-to-one alignment {alignment:.3f}", 10, color=_FAINT)
+    _write(axes, width / 2, 0.53, f"one-to-one alignment {alignment:.3f}", 10, color=FAINT)
     note = (
         "share of the held-out x on which the answer under a forced latent follows a strategy\n"
         "(an answer that fits several counts in parts); outlined: the best one-to-one map"
     )
-    _write(axes, width / 2, height - below / 2, note, 8, color=_FAINT)
+    _write(axes, width / 2, height - below / 2, note, 8, color=FAINT)
     return figure
 
 
@@ -136,7 +145,7 @@ def latents_by_strategies_figure(
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
     """Which metrics of a stage one panel shows.
 
     `label` gives a metric's name in the legend, None for a metric that belongs elsewhere. `scale` is `loss`
@@ -178,11 +187,11 @@ def _usage_label(name: str) -> str | None:
 
 
 _PANELS = (
-    _Panel("Reference: loss", "nats per token", "reference", "loss", _reference_label),
-    _Panel("Disentangle: reconstruction", "weighted NLL", "disentangle", "loss", _reconstruction_label),
-    _Panel("Disentangle: divergences and entropies", "nats", "disentangle", "linear", _latent_label),
-    _Panel("Disentangle: posterior usage", "mean of q", "disentangle", "share", _usage_label),
-    _Panel("Disentangle: agreement on validation", "share", "disentangle", "linear", _agreement_label),
+    Panel("Reference: loss", "nats per token", "reference", "loss", _reference_label),
+    Panel("Disentangle: reconstruction", "weighted NLL", "disentangle", "loss", _reconstruction_label),
+    Panel("Disentangle: divergences and entropies", "nats", "disentangle", "linear", _latent_label),
+    Panel("Disentangle: posterior usage", "mean of q", "disentangle", "share", _usage_label),
+    Panel("Disentangle: agreement on validation", "share", "disentangle", "linear", _agreement_label),
 )
 
 
@@ -226,10 +235,10 @@ def training_curves_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    panels = [(panel, curves) for panel in _PANELS if (curves := _curves(panel, records))]
+    panels = panels_with_curves(records)
     if not panels:
         figure = Figure(figsize=(WIDTH_INCHES, 1.5), dpi=DOTS_PER_INCH)
-        figure.text(0.5, 0.5, "no metrics logged yet", ha="center", va="center", fontsize=11, color=_FAINT)
+        figure.text(0.5, 0.5, "no metrics logged yet", ha="center", va="center", fontsize=11, color=FAINT)
         return figure
     across = min(2, len(panels))
     down = -(-len(panels) // across)
@@ -240,8 +249,13 @@ def training_curves_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _curves(panel: _Panel, records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, bool], dict[int, float]]:
-    """(label, is validation) -> step -> value, finite values only."""
+def panels_with_curves(records: Sequence[Mapping[str, Any]]) -> list[tuple[Panel, list[Curve]]]:
+    """The panels that `training_curves_figure`, which has the argument, has values for."""
+    return [(panel, curves) for panel in _PANELS if (curves := _curves(panel, records))]
+
+
+def _curves(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Finite values only; the validation curve of a metric follows the training curve."""
     curves: dict[tuple[str, bool], dict[int, float]] = {}
     for record in records:
         if record.get("stage") != panel.stage:
@@ -251,44 +265,54 @@ def _curves(panel: _Panel, records: Sequence[Mapping[str, Any]]) -> dict[tuple[s
             label = panel.label(name)
             if label is not None and isinstance(value, int | float) and math.isfinite(value):
                 curves.setdefault((label, name != key), {})[int(record["step"])] = float(value)
-    return curves
-
-
-def _draw_panel(axes: Axes, panel: _Panel, curves: Mapping[tuple[str, bool], Mapping[int, float]]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     labels = list(dict.fromkeys(label for label, _ in curves))
+    drawn = []
     for label, validation in sorted(curves, key=lambda curve: (labels.index(curve[0]), curve[1])):
-        points = sorted(curves[label, validation].items())
         index = labels.index(label)
-        style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "lw": 1.4}
-        style["ls"] = _STYLES[(index + index // len(_COLOURS)) % len(_STYLES)]
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "lw": 1.4}
+        style["ls"] = STYLES[(index + index // len(COLOURS)) % len(STYLES)]
         text = label
         if (label, not validation) in curves:
             text = f"{label} ({'validation' if validation else 'training'})"
             style |= {"lw": 1.2, "alpha": 1.0 if validation else 0.45}
         if validation:
             style |= {"marker": "o", "ms": 3.5, "mfc": "white"}
-        axes.plot([step for step, _ in points], [value for _, value in points], label=text, **style)
-    everything = [value for points in curves.values() for value in points.values()]
+        drawn.append(Curve(label, text, sorted(curves[label, validation].items()), style))
+    return drawn
+
+
+def draw_curves(axes: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
+    """Curves, axes and grid of one panel, without title and legend."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for curve in curves:
+        steps, values = zip(*curve.points, strict=True)
+        axes.plot(steps, values, label=curve.legend, **curve.style)
+    everything = [value for curve in curves for _, value in curve.points]
     if panel.scale == "loss" and 0 < 20 * min(everything) < max(everything):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        # Over many decades their labels would touch.
+        within = (1, 2, 5) if max(everything) < 1000 * min(everything) else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=within))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif panel.scale == "share":
-        axes.axhline(1 / len(labels), color="0.6", lw=0.8, zorder=0)
+        axes.axhline(1 / len({curve.name for curve in curves}), color="0.6", lw=0.8, zorder=0)
         axes.set_ylim(-0.02, 1.02)
-    axes.set_title(panel.title, fontsize=10, color=_INK, loc="left", weight="bold")
-    axes.set_xlabel("step", fontsize=8.5, color=_FAINT)
-    axes.set_ylabel(panel.ylabel, fontsize=8.5, color=_FAINT)
-    axes.tick_params(labelsize=8, colors=_FAINT)
+    axes.set_xlabel("step", fontsize=8.5, color=FAINT)
+    axes.set_ylabel(panel.ylabel, fontsize=8.5, color=FAINT)
+    axes.tick_params(labelsize=8, colors=FAINT)
     axes.grid(True, color="0.92", lw=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _draw_panel(axes: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
+    draw_curves(axes, panel, curves)
+    axes.set_title(panel.title, fontsize=10, color=INK, loc="left", weight="bold")
     # Below the panel: with seven curves no corner is free.
-    in_a_row = 4 if max(map(len, labels)) < 12 else 2
+    in_a_row = 4 if max(len(curve.name) for curve in curves) < 12 else 2
     legend: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": in_a_row}
     axes.legend(fontsize=7, frameon=False, handlelength=3.2, columnspacing=1.5, **legend)
 
@@ -325,7 +349,7 @@ def token_heat_map_figure(rows: Sequence[tuple[str, Sequence[str], ArrayLike, Ar
             raise ValueError(f"row {index} of the token heat map has {counts}")
         traces.append((row.title, list(zip(row.tokens, weights.tolist(), surprisal.tolist(), strict=True))))
     largest = max((weight for _, trace in traces for _, weight, _ in trace), default=0.0)
-    norm, shades = Normalize(0.0, largest if largest > 0 else 1.0), _shades("Blues")
+    norm, shades = Normalize(0.0, largest if largest > 0 else 1.0), shades_of("Blues")
 
     margin, bar_room, header, gap = 0.25, 0.95, 0.75, 0.04
     token_size, small_size, title_size = 9.0, 6.5, 8.5
@@ -344,7 +368,7 @@ def token_heat_map_figure(rows: Sequence[tuple[str, Sequence[str], ArrayLike, Ar
             top += title_height
         x, top = 0.0, top + 0.03
         for token, weight, b in trace:
-            text = _visible(token)
+            text = visible(token)
             text = text if _columns(text) <= longest else text[: longest // 2] + "…"
             width = max(0.4, token_em * _columns(text) + 0.14)
             if x > 0 and x + width > usable:
@@ -358,15 +382,15 @@ def token_heat_map_figure(rows: Sequence[tuple[str, Sequence[str], ArrayLike, Ar
     axes = _inch_axes(figure)
     _write(axes, margin, 0.28, "Which tokens carry the loss", 12.5, weight="bold", ha="left")
     explanation = "each cell: a token; its share π of the trace's weight, the shade; its surprisal b, nats"
-    _write(axes, margin, 0.53, explanation, 8, color=_FAINT, ha="left")
+    _write(axes, margin, 0.53, explanation, 8, color=FAINT, ha="left")
     for y, line in titles:
         _write(axes, margin, y, line, title_size, family=_MONO, ha="left", va="top")
     for x, y, width, text, weight, b in cells:
         shade = shades(norm(weight))
-        ink, centre = _ink_on(shade), x + width / 2
+        ink, centre = ink_on(shade), x + width / 2
         _box(axes, x, y, width, cell_height, shade)
         _write(axes, centre, y + 0.17, text, token_size, family=_MONO, va="baseline", color=ink)
-        _write(axes, centre, y + 0.29, _share_text(weight), small_size, weight="bold", color=ink)
+        _write(axes, centre, y + 0.29, share_text(weight), small_size, weight="bold", color=ink)
         _write(axes, centre, y + 0.41, f"{b:.2f}", small_size, color=ink)
     bar_height = min(height - header - 0.25, 3.0)
     bar_left = WIDTH_INCHES - bar_room + 0.2
@@ -374,8 +398,8 @@ def token_heat_map_figure(rows: Sequence[tuple[str, Sequence[str], ArrayLike, Ar
     corner = bar_left / WIDTH_INCHES, 1 - (header + bar_height) / height
     bar_axes = figure.add_axes((*corner, 0.16 / WIDTH_INCHES, bar_height / height))
     bar = figure.colorbar(ScalarMappable(norm, shades), cax=bar_axes)
-    bar.set_label("share π", fontsize=8, color=_FAINT)
-    bar_axes.tick_params(labelsize=7, colors=_FAINT)
+    bar.set_label("share π", fontsize=8, color=FAINT)
+    bar_axes.tick_params(labelsize=7, colors=FAINT)
     bar_axes.spines["outline"].set_edgecolor("0.75")
     return figure
 
@@ -399,6 +423,32 @@ _EXPLANATIONS = {
 }
 
 
+class MetricRow(NamedTuple):
+    """A metric as text: what it means, its value and its 95% interval, empty where it has none."""
+
+    name: str
+    meaning: str
+    value: str
+    interval: str
+
+
+def metric_rows(summary: Mapping[str, Any]) -> list[MetricRow]:
+    """The metrics of a summary that have an explanation, in its order. The argument is that of `print_summary`."""
+    return [metric_row(summary, name) for name in _EXPLANATIONS if name in summary]
+
+
+def metric_row(summary: Mapping[str, Any], name: str) -> MetricRow:
+    """One metric of a summary; a value that is missing or no number is written n/a."""
+    value, meaning = summary.get(name), _EXPLANATIONS.get(name, "")
+    if name == "collapse_threshold" and is_number(value) and is_number(summary.get("beta")):
+        beta = summary["beta"]
+        relation, verdict = (">", "pays off") if value > beta else ("<=", "collapses")
+        meaning = f"largest token weight {relation} beta = {beta:g}: z {verdict}"
+    low_high = (summary.get("intervals_95") or {}).get(name)
+    interval = "" if low_high is None else f"{low_high[0]:.3f} to {low_high[1]:.3f}"
+    return MetricRow(name, meaning, f"{value:.3f}" if is_number(value) else "n/a", interval)
+
+
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a run's numbers as a table: metric and what it means, value, 95% interval.
 
@@ -413,29 +463,19 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     from rich.table import Table
     from rich.text import Text
 
-    intervals = summary.get("intervals_95", {})
     table = Table(title="Evaluation", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("metric")
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("95% interval", no_wrap=True)
-    for name, meaning in _EXPLANATIONS.items():
-        if name not in summary:
-            continue
-        value = summary[name]
-        if name == "collapse_threshold" and _is_number(value) and _is_number(summary.get("beta")):
-            beta = summary["beta"]
-            relation, verdict = (">", "pays off") if value > beta else ("<=", "collapses")
-            meaning = f"largest token weight {relation} beta = {beta:g}: z {verdict}"
-        low_high = intervals.get(name)
-        interval = "" if low_high is None else f"{low_high[0]:.3f} to {low_high[1]:.3f}"
-        shown = f"{value:.3f}" if _is_number(value) else "n/a"
+    for row in metric_rows(summary):
         # The meaning goes under the name: a column of its own would not fit 80 characters.
-        what = Text.assemble((name, "bold"), (f"\n  {meaning}", "dim"))
-        table.add_row(what, Text(shown), Text(interval))
+        what = Text.assemble((row.name, "bold"), (f"\n  {row.meaning}", "dim"))
+        table.add_row(what, Text(row.value), Text(row.interval))
     (console or Console()).print(table)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """A number, not a boolean."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
@@ -461,7 +501,7 @@ def _inch_axes(figure: Figure) -> Axes:
 
 
 def _write(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:
-    defaults: dict[str, Any] = {"ha": "center", "va": "center", "color": _INK, "family": _SANS}
+    defaults: dict[str, Any] = {"ha": "center", "va": "center", "color": INK, "family": _SANS}
     # Tokens hold dollar signs, underscores and backslashes: literal, never mathtext.
     literal: dict[str, Any] = {"parse_math": False, "usetex": False}
     axes.text(x, y, text, fontsize=size, linespacing=1.3, **(defaults | literal | style))
@@ -473,11 +513,11 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: An
 
     look: dict[str, Any] = {"fc": colour, "ec": "0.75", "lw": 0.5}
     if colour is None:
-        look = {"fill": False, "ec": _INK, "lw": 2.2}
+        look = {"fill": False, "ec": INK, "lw": 2.2}
     axes.add_patch(Rectangle((x, y), width, height, **look))
 
 
-def _shades(name: str, darkest: float = 0.9) -> Any:
+def shades_of(name: str, darkest: float = 0.9) -> Any:
     """A light-to-dark map without its darkest part, where neighbouring shades look the same."""
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
@@ -485,14 +525,14 @@ def _shades(name: str, darkest: float = 0.9) -> Any:
     return LinearSegmentedColormap.from_list(name, colormaps[name](np.linspace(0.0, darkest, 256)))
 
 
-def _ink_on(shade: Sequence[float]) -> str:
+def ink_on(shade: Sequence[float]) -> str:
     """Black or white, whichever contrasts more with the shade (luminance as in WCAG 2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shade[:3]]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "white" if luminance < 0.179 else _INK
+    return "white" if luminance < 0.179 else INK
 
 
-def _share_text(share: float) -> str:
+def share_text(share: float) -> str:
     """Two decimals, and never 0.00 for something or 1.00 for not quite all."""
     if 0 < share < 0.005:
         return "<0.01"
@@ -501,7 +541,7 @@ def _share_text(share: float) -> str:
     return f"{share:.2f}"
 
 
-def _visible(token: str) -> str:
+def visible(token: str) -> str:
     """The token with white space and control characters spelt out."""
     spelt = {" ": "␣", "\n": "\\n", "\t": "\\t"}
     return "".join(spelt.get(c, c if c.isprintable() else repr(c)[1:-1]) for c in token)
@@ -514,7 +554,7 @@ def _columns(text: str) -> int:
 
 def _lines(text: str, width: int, most: int) -> list[str]:
     """The text in at most `most` lines of at most `width` columns; what is too long loses its middle."""
-    text = "".join(c if c == " " else _visible(c) for c in text)
+    text = "".join(c if c == " " else visible(c) for c in text)
     width = width // 2 if _columns(text) > len(text) else width
     lines, kept = textwrap.wrap(text, width), width * most
     while len(lines) > most:

@@ -25,8 +25,10 @@ from surprisal_jax.losses.reconstruction import ReconstructionTerms, reconstruct
 from surprisal_jax.losses.reductions import all_sum, masked_mean_over_examples
 from surprisal_jax.losses.token_nll import (
     logits_from_hidden,
+    marginal_token_nll,
     masked_token_nll_from_hidden,
     masked_token_nll_per_position,
+    predictive_entropy,
     score_reference,
 )
 from surprisal_jax.losses.token_weighting import (
@@ -52,10 +54,12 @@ __all__ = [
     "inter_latent_divergence",
     "inter_latent_divergence_from_hidden",
     "logits_from_hidden",
+    "marginal_token_nll",
     "masked_mean_over_examples",
     "masked_token_nll_from_hidden",
     "masked_token_nll_per_position",
     "mean_over_examples",
+    "predictive_entropy",
     "prior_kl",
     "reconstruction_terms",
     "router_marginal_kl",

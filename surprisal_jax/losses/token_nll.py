@@ -108,6 +108,58 @@ def score_reference(
     return jax.lax.stop_gradient(masked_token_nll_per_position(logits, tokens, loss_mask))
 
 
+def predictive_entropy(
+    apply_fn: Callable[[Any, Array], Array],
+    params: Any,
+    tokens: Int[Array, "*batch T"],
+    loss_mask: Shaped[Array, "*batch T"],
+) -> Float[Array, "*batch T-1"]:
+    """`H_t = -sum_v p(v | x, y_<t) log p(v | x, y_<t)`: how open the frozen reference finds the next token, whatever it
+    is.
+
+    A source of token weights in place of the surprisal `b_t`, whose mean it is under the reference. Nats, float32, no
+    gradient.
+
+    Args and returns are those of `score_reference`.
+    """
+    chex.assert_equal_shape([tokens, loss_mask])
+    logits = apply_fn(jax.lax.stop_gradient(params), tokens)[..., :-1, :].astype(jnp.float32)
+    mask = loss_mask[..., 1:].astype(bool)
+    chex.assert_equal_shape_prefix([logits, mask], mask.ndim)
+    log_p = jax.nn.log_softmax(select(jnp.broadcast_to(mask[..., None], logits.shape), logits), axis=-1)
+    # A token of probability 0 adds 0: -inf logits would make 0 * -inf.
+    entropy = -jnp.sum(jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p), axis=-1)
+    return jax.lax.stop_gradient(select(mask, jnp.maximum(entropy, 0.0)))
+
+
+def marginal_token_nll(
+    token_nll: Float[Array, "*batch K T-1"],
+    log_router: Float[Array, "*batch K"],
+    mask: Shaped[Array, "*batch T-1"],
+) -> Float[Array, "*batch T-1"]:
+    """`-log sum_z p(z | x, y_<t) p(y_t | x, z, y_<t)`: the surprisal of router and generator together, z unknown.
+
+    With `c_t(z) = log p(z | x) - sum_{s <= t} l_s(z)` and `p(z | x, y_<t) = softmax_z c_{t-1}`. Over t it sums to
+    `-log p(y | x)`. The model that is being trained gives a source of token weights in place of the frozen reference.
+
+    Args:
+      token_nll: `[..., K, T-1]` nats, the generator under each latent.
+      log_router: `[..., K]` log-probabilities.
+      mask: `[..., T-1]`, without a latent axis; what stands off it is not read.
+
+    Returns:
+      `[..., T-1]` float32 nats, 0 off the mask, with the gradient to both arguments.
+    """
+    chex.assert_equal_shape_prefix([token_nll, log_router], log_router.ndim)
+    chex.assert_equal_shape([token_nll[..., 0, :], mask])
+    on_mask = jnp.broadcast_to(mask[..., None, :], token_nll.shape)
+    token_nll = select(on_mask, token_nll.astype(jnp.float32))
+    log_router = log_router[..., None].astype(jnp.float32)
+    before = jnp.pad(jnp.cumsum(token_nll, axis=-1)[..., :-1], [(0, 0)] * (token_nll.ndim - 1) + [(1, 0)])
+    log_posterior = jax.nn.log_softmax(log_router - before, axis=-2)
+    return select(mask, jnp.maximum(-jax.nn.logsumexp(log_posterior - token_nll, axis=-2), 0.0))
+
+
 def logits_from_hidden(
     hidden: Float[Array, "*batch D"], unembedding: Float[Array, "D V"], precision: jax.lax.PrecisionLike
 ) -> Float[Array, "*batch V"]:

@@ -143,8 +143,13 @@ def compute_token_weighting(
     alpha: float | Float[Array, ""],
     *,
     inverse_nll_floor: float | Float[Array, ""] = 1e-6,
+    weight_source: Float[Array, "*batch T-1"] | None = None,
+    token_weight_mix: float | Float[Array, ""] = 1.0,
 ) -> TokenWeighting:
     """The bundle of token weights from the reference's surprisal: align first, then normalise.
+
+    `token_weights = mix pi + (1 - mix) u` with `u_t = m_t / sum m`, and `pi`, `rho` made from `weight_source` where it
+    is given; the base losses are those of `b` under these weights in any case.
 
     Args:
       base_token_nll: `[..., S-1]` nats, `b` on z-free positions, as from `score_reference`.
@@ -163,9 +168,16 @@ def compute_token_weighting(
         jax.lax.stop_gradient(base_token_nll.astype(jnp.float32)), base_mask, conditioned_mask, alignment_offsets
     )
     surprisal = jnp.where(surprisal <= 0, 0.0, surprisal)
-    token_weights = surprisal_share_weights(surprisal, mask, alpha)
+    source = surprisal if weight_source is None else jax.lax.stop_gradient(weight_source.astype(jnp.float32))
+    chex.assert_equal_shape([source, mask])
+    chex.assert_rank(token_weight_mix, 0)
+    mix = jnp.asarray(token_weight_mix, jnp.float32)
+    uniform = mask / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
+    # Selected, not only added: at 1 the weights are the shares to the last bit.
+    shares = surprisal_share_weights(source, mask, alpha)
+    token_weights = jnp.where(mix == 1.0, shares, mix * shares + (1.0 - mix) * uniform)
     floor = jnp.asarray(inverse_nll_floor, jnp.float32)
-    inverse_token_weights = surprisal_share_weights(jnp.maximum(surprisal, floor), mask, -alpha)
+    inverse_token_weights = surprisal_share_weights(jnp.maximum(source, floor), mask, -alpha)
     example_base_loss = token_weighted_masked_nll_per_example(surprisal, mask)
     token_weighted_base_loss = token_weighted_masked_nll_per_example(surprisal, mask, token_weights)
     inverse_token_weighted_base_loss = token_weighted_masked_nll_per_example(surprisal, mask, inverse_token_weights)

@@ -11,93 +11,64 @@ goal is at least two rows and one column away, which is when the three traces ar
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
-from surprisal_jax.tasks.task import Instance
+from surprisal_jax.tasks.task import GeneratedTask, numbers
 
 if TYPE_CHECKING:
     import numpy as np
 
-GRID_SIZE = 10
 MIN_ROW_MOVES = 2
 MIN_COLUMN_MOVES = 1
 
-_X_PATTERN = re.compile(r"r([0-9]) c([0-9]) r([0-9]) c([0-9])")
-_MOVE_PATTERN = re.compile(r"[rc][0-9]")
 
-
-class GridPathfinding:
-    """Walk from a start cell to a goal cell of a 10 x 10 open grid; 6,480 distinct x."""
+class GridPathfinding(GeneratedTask):
+    """Walk from a start cell to a goal cell of an open grid; `size` cells a side: 6,480 distinct x at 10."""
 
     name = "grid_pathfinding"
     strategies = ("rows_first", "columns_first", "alternating")
-    has_final_answer = True
+    sizes = range(4, 41)
+    default_size = 10
 
-    def generate(self, rng: np.random.Generator) -> Instance:
-        """Draw x uniformly."""
-        prompts = _all_prompts()
-        x = prompts[int(rng.integers(len(prompts)))]
-        return Instance(x, self.traces(x))
+    def draw(self, rng: np.random.Generator) -> Sequence[str]:
+        """Uniform over all prompts."""
+        while True:
+            row, column, goal_row, goal_column = (int(value) for value in rng.integers(self.size, size=4))
+            if abs(goal_row - row) >= MIN_ROW_MOVES and abs(goal_column - column) >= MIN_COLUMN_MOVES:
+                return [f"r{row}", f"c{column}", f"r{goal_row}", f"c{goal_column}"]
 
-    def traces(self, x: str) -> Mapping[str, str]:
-        return dict(zip(self.strategies, _traces(" ".join(x.split())), strict=True))
+    def write(self, x: Sequence[str]) -> tuple[Sequence[str], ...]:
+        row, column, goal_row, goal_column = self._parse(x)
+        rows = [f"r{r}" for r in _cells_passed(row, goal_row)]
+        columns = [f"c{c}" for c in _cells_passed(column, goal_column)]
+        alternating = [move for move in chain(*zip_longest(rows, columns)) if move is not None]
+        return rows + columns, columns + rows, alternating
 
-    def classify(self, x: str, y: str) -> set[str]:
-        trace = " ".join(y.split())
-        return {strategy for strategy, expected in self.traces(x).items() if expected == trace}
+    def solve(self, x: Sequence[str]) -> str:
+        return " ".join(x[2:])
 
-    def answer(self, x: str) -> str:
-        _, _, row, column = _parse(" ".join(x.split()))
-        return f"r{row} c{column}"
-
-    def final_answer(self, y: str) -> str | None:
+    def read_answer(self, y: Sequence[str]) -> str | None:
         """The last row and the last column; None if a token is unknown, or there is no row or no column."""
-        tokens = y.split()
-        rows = [token for token in tokens if token.startswith("r")]
-        columns = [token for token in tokens if token.startswith("c")]
-        if not rows or not columns or not all(_MOVE_PATTERN.fullmatch(token) for token in tokens):
+        rows = [token for token in y if token[0] == "r"]
+        columns = [token for token in y if token[0] == "c"]
+        if not rows or not columns or len(rows) + len(columns) < len(y):
             return None
-        return f"{rows[-1]} {columns[-1]}"
+        return None if numbers([token[1:] for token in y], self.size - 1) is None else f"{rows[-1]} {columns[-1]}"
 
-
-@functools.cache
-def _all_prompts() -> tuple[str, ...]:
-    cells = range(GRID_SIZE)
-    return tuple(
-        f"r{row} c{column} r{goal_row} c{goal_column}"
-        for row in cells
-        for column in cells
-        for goal_row in cells
-        for goal_column in cells
-        if abs(goal_row - row) >= MIN_ROW_MOVES and abs(goal_column - column) >= MIN_COLUMN_MOVES
-    )
-
-
-def _parse(x: str) -> tuple[int, int, int, int]:
-    match = _X_PATTERN.fullmatch(x)
-    if match is None:
-        raise ValueError(f"x: got {x!r}, expected start and goal of the form 'r2 c7 r4 c5'")
-    row, column, goal_row, goal_column = (int(digit) for digit in match.groups())
-    if abs(goal_row - row) < MIN_ROW_MOVES or abs(goal_column - column) < MIN_COLUMN_MOVES:
-        raise ValueError(
-            f"x: got {x!r}, expected a goal at least {MIN_ROW_MOVES} rows and {MIN_COLUMN_MOVES} column away,"
-            " where the strategies' traces differ"
-        )
-    return row, column, goal_row, goal_column
-
-
-@functools.cache  # at most 6,480 entries: malformed x raises and is not kept
-def _traces(x: str) -> tuple[str, str, str]:
-    """The traces in the order of `GridPathfinding.strategies`."""
-    row, column, goal_row, goal_column = _parse(x)
-    rows = [f"r{r}" for r in _cells_passed(row, goal_row)]
-    columns = [f"c{c}" for c in _cells_passed(column, goal_column)]
-    alternating = [move for move in chain(*zip_longest(rows, columns)) if move is not None]
-    return " ".join(rows + columns), " ".join(columns + rows), " ".join(alternating)
+    def _parse(self, x: Sequence[str]) -> list[int]:
+        cells = numbers([token[1:] for token in x], self.size - 1)
+        if [token[0] for token in x] != ["r", "c", "r", "c"] or cells is None:
+            raise ValueError(
+                f"expected start and goal of the form 'r2 c7 r4 c5' on a grid of {self.size} x {self.size}"
+            )
+        if abs(cells[2] - cells[0]) < MIN_ROW_MOVES or abs(cells[3] - cells[1]) < MIN_COLUMN_MOVES:
+            raise ValueError(
+                f"expected a goal at least {MIN_ROW_MOVES} rows and {MIN_COLUMN_MOVES} column away,"
+                " where the strategies' traces differ"
+            )
+        return cells
 
 
 def _cells_passed(start: int, goal: int) -> range:

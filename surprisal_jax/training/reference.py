@@ -13,7 +13,7 @@ from flax import nnx
 from surprisal_jax import losses
 from surprisal_jax.models.transformer import Decoder
 from surprisal_jax.training.state import TrainState
-from surprisal_jax.training.step import reference_apply
+from surprisal_jax.training.step import REFERENCE_SCORES, reference_apply
 
 Array = jax.Array
 Batch = Mapping[str, Array]
@@ -53,8 +53,8 @@ class ReferenceStep:
         metrics = {"reference_loss": value, "gradient_norm": optax.tree.norm(gradients)}
         return state.apply_gradients(gradients, self.optimizer), metrics
 
-    def score(self, params: Any, batch: Batch) -> Array:
-        """`b`, `[B, S-1]`: what `reference_scoring: cached` stores, by the function that `online` runs inside the
-        step."""
+    def score(self, params: Any, batch: Batch, name: str = "base_token_nll") -> Array:
+        """One of the `REFERENCE_SCORES`, `[B, S-1]`: what `reference_scoring: cached` stores, by the function that
+        `online` runs inside the step."""
         tokens, loss_mask = batch["z_free_tokens"], batch["z_free_loss_mask"]
-        return losses.score_reference(reference_apply(self.decoder), params, tokens, loss_mask)
+        return REFERENCE_SCORES[name](reference_apply(self.decoder), params, tokens, loss_mask)

@@ -1,4 +1,4 @@
-"""The score cache: the reference's NLL of every example, once, in a file keyed by what it depends on."""
+"""The score cache: what the reference says of every example, once, in a file keyed by what it depends on."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import numpy as np
 from surprisal_jax.config import InputError
 from surprisal_jax.files import write_json
 
-_ARRAY, _MANIFEST = "base_token_nll.npy", "manifest.json"
+_MANIFEST = "manifest.json"
 
 
 class ScoreCache:
-    """`base_token_nll` float32 [N, S-1] as a memory-mapped `.npy`, and a manifest with its identity and the rows that
-    are done.
+    """One named array, such as `base_token_nll`, float32 [N, S-1] as a memory-mapped `.npy`, and a manifest with its
+    identity and the rows that are done.
 
     Rows start as NaN. A range of rows reaches the disk before the manifest counts it, so scoring goes on where it was
     interrupted.
     """
 
-    def __init__(self, directory: Path, identity: Mapping[str, Any], shape: tuple[int, int]) -> None:
+    def __init__(self, directory: Path, name: str, identity: Mapping[str, Any], shape: tuple[int, int]) -> None:
         """Open the cache, or create it.
 
         Raises:
           InputError: the directory holds scores of something else; both sides are named.
         """
         self._directory = directory
+        self._path = directory / f"{name}.npy"
         self._identity = {**identity, "shape": list(shape), "dtype": "float32"}
         self.rows_done = 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,16 +44,16 @@ class ScoreCache:
                         " move the directory away"
                     )
             self.rows_done = int(manifest["rows_done"])
-            self._array = np.lib.format.open_memmap(directory / _ARRAY, mode="r+")
+            self._array = np.lib.format.open_memmap(self._path, mode="r+")
         else:
             # The manifest comes last: a cache without one was never opened for writing, and is made again.
-            self._array = np.lib.format.open_memmap(directory / _ARRAY, mode="w+", dtype=np.float32, shape=shape)
+            self._array = np.lib.format.open_memmap(self._path, mode="w+", dtype=np.float32, shape=shape)
             self._array[:] = np.nan
             self._array.flush()
             self._write_manifest()
         if self._array.shape != shape or self._array.dtype != np.float32:
             raise InputError(
-                f"{directory / _ARRAY}: got {self._array.dtype} {self._array.shape}, expected float32 {shape};"
+                f"{self._path}: got {self._array.dtype} {self._array.shape}, expected float32 {shape};"
                 " move the directory away"
             )
 
@@ -74,7 +75,7 @@ class ScoreCache:
         missing = np.isnan(values).any(axis=1)
         if self.rows_done != len(values) or missing.any():
             raise InputError(
-                f"{self._directory / _ARRAY}: row {int(np.argmax(missing))}: got NaN, expected the reference's NLL;"
+                f"{self._path}: row {int(np.argmax(missing))}: got NaN, expected a score of the reference;"
                 " move the directory away"
             )
         return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from surprisal_jax.training.reference import ReferenceStep
 from surprisal_jax.training.scores import ScoreCache
 from surprisal_jax.training.sharding import compile_over_data, first_process_first, put_batch, put_replicated
 from surprisal_jax.training.state import TrainState, make_optimizer
-from surprisal_jax.training.step import Hyperparameters, LatentStep, logit_precision, make_latent_step, weigh_batch
+from surprisal_jax.training.step import (
+    Hyperparameters,
+    LatentStep,
+    logit_precision,
+    make_latent_step,
+    reference_score_names,
+    weigh_batch,
+)
 
 # Independent streams of one seed.
 _MODEL, _POSTERIOR_HEAD, _LATENT_EMBEDDINGS, _STATE = range(4)
@@ -48,9 +56,13 @@ class Workplace:
         """The training batch of a step: a pure function of the step."""
         train_rows = self.dataset.rows["train"]
         groups = units(self.dataset.split_records("train"), group_size)
+        anchors = groups[:0]
+        if "anchor_latents" in arrays:
+            anchored = np.append(arrays["anchor_latents"][train_rows] >= 0, False)  # the last for a row of -1
+            anchors = groups[anchored[groups].any(axis=1)]
 
         def batch(step: int) -> dict[str, np.ndarray]:
-            within = batch_rows(groups, step, batch_size, seed)
+            within = batch_rows(groups, step, batch_size, seed, anchors)
             return gather(arrays, np.where(within >= 0, train_rows[within], -1))
 
         return batch
@@ -112,38 +124,56 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
     return Reference(step, compiled_score, carry["best_params"], float(carry["best_loss"]))
 
 
-def score(place: Workplace, reference: Reference, directory: Path, identity: Mapping[str, Any]) -> np.ndarray:
-    """The reference's NLL of every record of every split, float32 [N, S-1], each scored once."""
+def score(
+    place: Workplace, reference: Reference, directory: Path, identity: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """What the token weights need of the reference: name -> float32 [N, S-1], of every record of every split, each
+    scored once."""
+    names = reference_score_names(place.config.reconstruction.token_weight_source)
+    # b keeps the directory to itself, so that runs with and without the rest share it.
+    return {name: _score(place, reference, name, _score_directory(directory, name), identity) for name in names}
+
+
+def _score_directory(directory: Path, name: str) -> Path:
+    return directory if name == "base_token_nll" else directory / name
+
+
+def _score(
+    place: Workplace, reference: Reference, name: str, directory: Path, identity: Mapping[str, Any]
+) -> np.ndarray:
     arrays = z_free(place.dataset.arrays)
     count, length = arrays["z_free_tokens"].shape
 
     def open_cache() -> ScoreCache:
-        return ScoreCache(directory, identity, (count, length - 1))
+        return ScoreCache(directory, name, identity, (count, length - 1))
 
-    cache = first_process_first("scores opened", open_cache)
-    remaining = (
-        place.batches(arrays, np.arange(cache.rows_done, count, dtype=np.int32)) if cache.rows_done < count else []
-    )
+    cache = first_process_first(f"{name} opened", open_cache)
+    if cache.rows_done == count:
+        return cache.read()
+    compiled = reference.compiled_score
+    if name != "base_token_nll":
+        compiled = compile_over_data(partial(reference.step.score, name=name), place.mesh, batched=(False, True))
+    remaining = place.batches(arrays, np.arange(cache.rows_done, count, dtype=np.int32))
     with StageLog("score", len(remaining), 0, directory, log_every=1) as log:
         for index, (rows, batch) in enumerate(remaining):
-            values = np.asarray(reference.compiled_score(reference.params, put_batch(batch, place.mesh)))[rows >= 0]
+            values = np.asarray(compiled(reference.params, put_batch(batch, place.mesh)))[rows >= 0]
             if jax.process_index() == 0:
                 cache.append(values)
             log.log(index + 1, {})
-    return first_process_first("scores written", lambda: open_cache().read())
+    return first_process_first(f"{name} written", lambda: open_cache().read())
 
 
 def weigh_records(
-    place: Workplace, scores: np.ndarray, rows: np.ndarray, hyperparameters: Hyperparameters
+    place: Workplace, scores: Mapping[str, np.ndarray], rows: np.ndarray, hyperparameters: Hyperparameters
 ) -> losses.TokenWeighting:
     """The token weighting of the given records, as the step will compute it, as host arrays."""
 
     def weigh(batch: Mapping[str, jax.Array], hyperparameters: Hyperparameters) -> losses.TokenWeighting:
-        return weigh_batch(batch, batch["base_token_nll"], hyperparameters)
+        return weigh_batch(batch, hyperparameters, place.config.reconstruction.token_weight_source)
 
     compiled = compile_over_data(weigh, place.mesh, batched=(True, False))
     names = ("z_free_loss_mask", "suffix_loss_mask", "alignment_offsets")
-    arrays = {**{name: place.dataset.arrays[name] for name in names}, "base_token_nll": scores}
+    arrays = {**{name: place.dataset.arrays[name] for name in names}, **scores}
     parts = [
         jax.device_get(compiled(put_batch(batch, place.mesh), hyperparameters))
         for _, batch in place.batches(arrays, rows)
@@ -178,14 +208,16 @@ def disentangle(
     step: LatentStep,
     state: TrainState,
     reference: Reference,
-    scores: np.ndarray,
+    scores: Mapping[str, np.ndarray],
     hyperparameters: Hyperparameters,
     directory: Path,
     evaluate: Evaluate,
 ) -> dict[str, Any]:
     """Train router, generator and posterior; their parameters, on the mesh, under the keys `model` and `posterior`."""
     config, dataset = place.config, place.dataset
-    arrays = dict(dataset.arrays) if step.online_reference else {**dataset.arrays, "base_token_nll": scores}
+    arrays = {**dataset.arrays, **({} if step.online_reference else scores)}
+    if step.anchored:
+        arrays["anchor_latents"] = dataset.anchor_latents
     compiled = compile_over_data(step.train_step, place.mesh, batched=(False, True, False, False), donate=(0,))
     frozen = reference.params if step.online_reference else None
     carry = train(

@@ -32,6 +32,7 @@ class Hyperparameters(NamedTuple):
 
     coefficients: ObjectiveTerms
     token_weight_alpha: Any
+    token_weight_mix: Any
     c_base: Any
     inverse_nll_floor: Any
     divisor_floor: Any
@@ -90,6 +91,8 @@ class LatentStep:
     group_size: int  # 1: a latent of its own for every example
     online_reference: bool
     inter_latent_divergence: bool
+    anchored: bool
+    token_weight_source: str
     chunk_size: int
     logit_precision: jax.lax.Precision
 
@@ -106,8 +109,9 @@ class LatentStep:
 
         Args:
           state: parameters under the keys `model` (router and generator) and `posterior`.
-          batch: the fields of `SequenceArrays` with a leading axis B, `example_mask` [B], and with cached scoring
-            `base_token_nll` [B, S-1]. Rows of one group are neighbours.
+          batch: the fields of `SequenceArrays` with a leading axis B, `example_mask` [B], with cached scoring
+            the `REFERENCE_SCORES` that the weights need [B, S-1], with anchors `anchor_latents` [B] (-1: none). Rows of
+            one group are neighbours.
           hyperparameters: traced scalars.
           reference_params: the frozen reference, with online scoring only.
           axis_name: the mapped axis over which B is split, under `pmap` or `shard_map(check_vma=False)`.
@@ -150,8 +154,22 @@ class LatentStep:
             )
         else:
             log_q = losses.amortized_log_posterior(grouped(network_logits), group_mask=group_mask)
+        if self.anchored:
+            latents = jnp.where(group_mask, grouped(batch["anchor_latents"]), -1).max(axis=-1)[
+                :, None, None
+            ]  # [B / G, 1, 1]
+            is_anchor = jnp.broadcast_to(latents >= 0, (*group_mask.shape, 1)).reshape(-1)  # [B]
+            certain = jnp.where(jnp.arange(log_q.shape[-1]) == latents, 0.0, -jnp.inf)
+            log_q = jnp.where(latents >= 0, certain, log_q)
         prior_kl = losses.prior_kl(log_q, grouped(log_router), group_mask=group_mask).reshape(-1)
         log_q = log_q.reshape(log_router.shape)
+        posterior_fit = None
+        if self.closed_form or self.anchored:
+            # An amortized posterior is fitted where an anchor fixes it, and nowhere else.
+            fitted = jnp.ones_like(example_mask) if self.closed_form else is_anchor
+            fixed = jnp.where(fitted[:, None], log_q, jnp.log(1.0 / log_q.shape[-1]))
+            divergence = losses.categorical_kl(fixed, jax.nn.log_softmax(network_logits, axis=-1))
+            posterior_fit = jnp.where(fitted, divergence, 0.0)
         terms = ObjectiveTerms(
             reconstruction=losses.expectation_under_posterior(latent.terms, log_q),
             prior_kl=prior_kl,
@@ -166,9 +184,7 @@ class LatentStep:
             if self.inter_latent_divergence
             else None,
             posterior_entropy=losses.categorical_entropy(log_q),
-            posterior_fit=losses.categorical_kl(log_q, jax.nn.log_softmax(network_logits, axis=-1))
-            if self.closed_form
-            else None,
+            posterior_fit=posterior_fit,
         )  # leaves [B]
         means = losses.mean_over_examples(terms, example_mask, axis_name)._replace(
             router_marginal_kl=losses.router_marginal_kl(log_router, example_mask, axis_name)
@@ -186,7 +202,6 @@ class LatentStep:
     ) -> LatentEnumeration:
         """Weights, router and the six terms under every latent: one prefix an example, K suffixes on it."""
         mask = batch["suffix_loss_mask"][:, 1:]
-        weighting = weigh_batch(batch, self.base_token_nll(batch, reference_params), hyperparameters)
         decoder = nnx.merge(self.decoder, params)
         prefix = decoder.prefix(batch["prefix_tokens"], batch["prefix_lengths"])
         tokens = branch_tokens(batch["suffix_tokens"], self.latent_ids)  # [B, K, U]
@@ -199,6 +214,15 @@ class LatentStep:
             chunk_size=self.chunk_size,
             precision=self.logit_precision,
         )  # [B, K, U-1]
+        log_router = router_log_probs(decoder, prefix, self.latent_ids)
+        weighting = weigh_batch(
+            {**batch, **self.reference_scores(batch, reference_params)},
+            hyperparameters,
+            self.token_weight_source,
+            losses.marginal_token_nll(token_nll, log_router, mask)
+            if self.token_weight_source == "model_surprisal"
+            else None,
+        )
         terms = losses.reconstruction_terms(
             token_nll,
             mask,
@@ -210,7 +234,7 @@ class LatentStep:
         return LatentEnumeration(
             example_mask=batch["example_mask"] & jnp.any(mask, axis=-1),
             weighting=weighting,
-            log_router=router_log_probs(decoder, prefix, self.latent_ids),
+            log_router=log_router,
             terms=terms,
             reconstruction=losses.weighted_total(terms, hyperparameters.coefficients.reconstruction),
             hidden=hidden,
@@ -231,24 +255,57 @@ class LatentStep:
             raw_reconstruction_loss=latent.terms.raw_reconstruction_loss,
         )
 
-    def base_token_nll(self, batch: Batch, reference_params: Any) -> Array:
-        """`b` on z-free positions [B, S-1]: the stored scores, or the frozen reference run inside this program."""
+    def reference_scores(self, batch: Batch, reference_params: Any) -> dict[str, Array]:
+        """What the weights need of the reference, on z-free positions [B, S-1]: stored in the batch, or the frozen
+        reference run inside this program."""
+        names = reference_score_names(self.token_weight_source)
         if not self.online_reference:
-            return batch["base_token_nll"]
-        return losses.score_reference(
-            reference_apply(self.decoder), reference_params, batch["z_free_tokens"], batch["z_free_loss_mask"]
-        )
+            return {name: batch[name] for name in names}
+        return {
+            name: REFERENCE_SCORES[name](
+                reference_apply(self.decoder), reference_params, batch["z_free_tokens"], batch["z_free_loss_mask"]
+            )
+            for name in names
+        }
 
 
-def weigh_batch(batch: Batch, base_token_nll: Array, hyperparameters: Hyperparameters) -> losses.TokenWeighting:
-    """Alignment and token weights of a batch, on suffix positions."""
-    return losses.compute_token_weighting(
-        base_token_nll,
+#: What may be stored of the reference, by the name of its array.
+REFERENCE_SCORES = {"base_token_nll": losses.score_reference, "base_token_entropy": losses.predictive_entropy}
+
+
+def reference_score_names(token_weight_source: str) -> tuple[str, ...]:
+    """The arrays of the reference that a source of token weights needs: `b` always, since the base losses are of it."""
+    return tuple(REFERENCE_SCORES) if token_weight_source == "reference_entropy" else ("base_token_nll",)
+
+
+def weigh_batch(
+    batch: Batch, hyperparameters: Hyperparameters, source: str, model_surprisal: Array | None = None
+) -> losses.TokenWeighting:
+    """Alignment and token weights of a batch, on suffix positions.
+
+    `model_surprisal` None stands for `b`: the model that is trained starts as the reference.
+    """
+    z_free_mask, mask, offsets = (
         batch["z_free_loss_mask"][:, 1:],
         batch["suffix_loss_mask"][:, 1:],
         batch["alignment_offsets"],
+    )
+    weight_source = None
+    if source == "reference_entropy":
+        weight_source, _ = losses.align_to_conditioned(batch["base_token_entropy"], z_free_mask, mask, offsets)
+    elif source == "model_surprisal":
+        weight_source = model_surprisal
+    elif source == "uniform":
+        weight_source = jnp.ones(mask.shape, jnp.float32)
+    return losses.compute_token_weighting(
+        batch["base_token_nll"],
+        z_free_mask,
+        mask,
+        offsets,
         hyperparameters.token_weight_alpha,
         inverse_nll_floor=hyperparameters.inverse_nll_floor,
+        weight_source=weight_source,
+        token_weight_mix=hyperparameters.token_weight_mix,
     )
 
 
@@ -279,6 +336,8 @@ def make_latent_step(
         group_size=config.data.group_size if config.latent_scope == "group" else 1,
         online_reference=config.reference_scoring == "online",
         inter_latent_divergence=config.inter_latent_divergence_weight != 0,
+        anchored=config.anchors > 0,
+        token_weight_source=config.reconstruction.token_weight_source,
         chunk_size=config.chunk_size,
         logit_precision=logit_precision(config.model),
     )
@@ -312,11 +371,14 @@ def make_hyperparameters(config: ExperimentConfig, c_base: float) -> Hyperparame
         else None,
         posterior_entropy=scalar(config.posterior_entropy_weight),
         router_marginal_kl=scalar(config.router_marginal_kl_weight),
-        posterior_fit=scalar(config.posterior_fit_weight) if config.posterior == "closed_form" else None,
+        posterior_fit=scalar(config.posterior_fit_weight)
+        if config.posterior == "closed_form" or config.anchors
+        else None,
     )
     return Hyperparameters(
         coefficients=coefficients,
         token_weight_alpha=scalar(weights.token_weight_alpha),
+        token_weight_mix=scalar(weights.token_weight_mix),
         c_base=scalar(c_base),
         inverse_nll_floor=scalar(config.inverse_nll_floor),
         divisor_floor=scalar(config.divisor_floor),
