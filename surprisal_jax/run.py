@@ -16,7 +16,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +96,18 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
         highlight=False,
         soft_wrap=True,
     )
-    clock = _Clock()
-    reference = train_reference(place, reference_dir)
-    clock.ends("reference")
-    scores_dir = reference_dir / "scores"
-    if config.traces == "reference_samples":
-        samples_dir = reference_dir / "samples"
-        records = sample_traces(config, dataset, reference, place.mesh, samples_dir)
-        dataset = with_training_records(dataset, records, config)
-        place = replace(place, dataset=dataset)
-        scores_dir, identity = samples_dir / "scores", {**identity, "data": dataset.identity}
-        clock.ends("sample")
-    scores = score(place, reference, scores_dir, identity)
-    clock.ends("score")
+    clock = Clock()
+    prepared = prepare(place, reference_dir, identity, clock)
+    place, reference, scores = prepared.place, prepared.reference, prepared.scores
+    dataset = place.dataset
     hyperparameters = make_hyperparameters(config, reference.c_base)
     console.print(f"c_base {reference.c_base:.4f} nats, the reference's mean validation loss", highlight=False)
-    weighting, warnings = _judge_weighting(place, scores, hyperparameters, reference, console)
+    weighting, warnings = judge_weighting(place, scores, hyperparameters, reference.c_base)
+    threshold = weighting["collapse_threshold"]
+    if not any(warning.startswith("collapse threshold") for warning in warnings):
+        console.print(f"collapse threshold {threshold:.3f} against beta {config.beta:g}", highlight=False)
+    for warning in warnings:
+        console.print(f"[yellow]warning[/]: {warning}", highlight=False)
 
     step, state = start_disentangling(place, reference)
     evaluator = Evaluator(step, hyperparameters, dataset, scores, place.mesh)
@@ -156,7 +152,7 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     return directory
 
 
-class _Clock:
+class Clock:
     """Seconds of wall time by stage, in this process."""
 
     def __init__(self) -> None:
@@ -167,6 +163,32 @@ class _Clock:
         now = time.monotonic()
         self.seconds[stage] = round(now - self._last, 3)
         self._last = now
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the disentangle stage starts from."""
+
+    place: Workplace  # with the records that are trained on
+    reference: Reference
+    scores: dict[str, np.ndarray]
+
+
+def prepare(place: Workplace, reference_dir: Path, identity: Mapping[str, Any], clock: Clock) -> Prepared:
+    """The stages before the latents: the reference, the traces drawn from it where these are wanted, and its scores."""
+    reference = train_reference(place, reference_dir)
+    clock.ends("reference")
+    scores_dir = reference_dir / "scores"
+    if place.config.traces == "reference_samples":
+        samples_dir = reference_dir / "samples"
+        records = sample_traces(place.config, place.dataset, reference, place.mesh, samples_dir)
+        dataset = with_training_records(place.dataset, records, place.config)
+        place = replace(place, dataset=dataset)
+        scores_dir, identity = samples_dir / "scores", {**identity, "data": dataset.identity}
+        clock.ends("sample")
+    scores = score(place, reference, scores_dir, identity)
+    clock.ends("score")
+    return Prepared(place, reference, scores)
 
 
 def run_directory(config: ExperimentConfig, name: str) -> Path:
@@ -236,25 +258,27 @@ def claim_reference_directory(config: ExperimentConfig, dataset: Dataset) -> tup
     return directory, identity
 
 
-def _judge_weighting(
-    place: Workplace,
-    scores: Mapping[str, np.ndarray],
-    hyperparameters: Hyperparameters,
-    reference: Reference,
-    console: Console,
+#: Training records on which the weights are judged: means over them are known to a percent.
+JUDGED_RECORDS = 8192
+
+
+def judge_weighting(
+    place: Workplace, scores: Mapping[str, np.ndarray], hyperparameters: Hyperparameters, c_base: float
 ) -> tuple[dict[str, float | None], list[str]]:
-    """What the reference's scores say before any training: can z pay for itself, and how often do the floors act?"""
+    """What the reference's scores say before any training: can z pay for itself, and how often do the floors act?
+
+    Returns:
+      `collapse_threshold` and `strategy_token_share` over the first training records, and warnings.
+    """
     config = place.config
-    rows = place.dataset.rows["train"]
+    rows = place.dataset.rows["train"][:JUDGED_RECORDS]
     weighting = weigh_records(place, scores, rows, hyperparameters)
-    metrics = weighting_metrics(config, place.dataset, weighting, rows, reference.c_base)
+    metrics = weighting_metrics(config, place.dataset, weighting, rows, c_base)
     threshold = metrics["collapse_threshold"]
     warnings = floor_warnings(config, weighting, place.dataset.arrays["suffix_loss_mask"][rows][:, 1:])
-    verdict = f"collapse threshold {threshold:.3f} against beta {config.beta:g}: "
     if threshold is not None and threshold <= config.beta:
-        warnings.append(verdict + "ignoring the latent is the optimum; raise a reconstruction weight or lower beta")
-    else:
-        console.print(verdict + "knowing the latent can pay for its cost", highlight=False)
-    for warning in warnings:
-        console.print(f"[yellow]warning[/]: {warning}", highlight=False)
+        warnings.append(
+            f"collapse threshold {threshold:.3f} against beta {config.beta:g}: ignoring the latent is the optimum; "
+            "raise a reconstruction weight or lower beta"
+        )
     return metrics, warnings

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import linear_sum_assignment
+from scipy.optimize import linear_sum_assignment, minimize
+from scipy.special import logsumexp
 
 if TYPE_CHECKING:
     from surprisal_jax.config import ReconstructionLossConfig
@@ -148,6 +149,51 @@ def best_map_alignment(
     table = np.zeros((num_latents, num_strategies))
     np.add.at(table, (latents, strategy_index), 1.0)
     return _best_total(table) / latents.size, _best_map(table)
+
+
+def bag_of_tokens_accuracy(
+    train: Sequence[tuple[Sequence[str], int]], test: Sequence[tuple[Sequence[str], int]], num_strategies: int
+) -> float:
+    """How well the strategy is told from the tokens of y alone, whatever their order: what needs no reading.
+
+    A softmax regression on token counts with a small ridge, fitted to `train` by L-BFGS. Near chance, the strategies
+    write the same tokens; near 1, counting tokens would do.
+
+    Args:
+      train, test: (the tokens of y, strategy index), one a record; tokens that `train` has not are not counted.
+
+    Returns:
+      The share of `test` that is told right.
+
+    Raises:
+      ValueError: one of them is empty.
+    """
+    if not train or not test:
+        raise ValueError(f"a classifier needs records, got {len(train)} to fit and {len(test)} to tell")
+    columns = {token: i for i, token in enumerate(sorted({token for y, _ in train for token in y}))}
+
+    def counts(records: Sequence[tuple[Sequence[str], int]]) -> Floats:
+        table = np.zeros((len(records), len(columns) + 1))
+        table[:, -1] = 1.0
+        for row, (y, _) in enumerate(records):
+            for token in y:
+                if token in columns:
+                    table[row, columns[token]] += 1.0
+        return table
+
+    features, truth = counts(train), np.eye(num_strategies)[[strategy for _, strategy in train]]
+    shape = (features.shape[1], num_strategies)
+
+    def objective(flat: Floats) -> tuple[float, Floats]:
+        weights = flat.reshape(shape)
+        logits = features @ weights
+        log_p = logits - logsumexp(logits, axis=1, keepdims=True)
+        gradient = features.T @ (np.exp(log_p) - truth) / len(truth) + 2e-4 * weights
+        return float(-(truth * log_p).sum() / len(truth) + 1e-4 * (weights**2).sum()), gradient.ravel()
+
+    fitted = minimize(objective, np.zeros(shape).ravel(), jac=True, method="L-BFGS-B", options={"maxiter": 200})
+    told = np.argmax(counts(test) @ fitted.x.reshape(shape), axis=1)
+    return float((told == np.asarray([strategy for _, strategy in test])).mean())
 
 
 def permute_latents(credit: Floats, rng: np.random.Generator) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +67,12 @@ class Evaluator:
             max_new_tokens=dataset.arrays["suffix_tokens"].shape[1],
         )
         self._decode = compile_over_data(decode_under_latents, mesh, batched=(False, True, True))
+
+    def under(self, hyperparameters: Hyperparameters) -> Evaluator:
+        """The same programs with other hyperparameters, without another compilation."""
+        other = copy.copy(self)
+        other._hyperparameters = hyperparameters
+        return other
 
     def read(
         self, params: Mapping[str, Any], rows: np.ndarray, report: Callable[[int], None] = lambda batches: None
@@ -224,6 +231,11 @@ def measure(
         if config.posterior == "closed_form":
             put("closed_form_posterior_alignment", under_map(closed_form), whole=records, rows_of=rows_of)
             put("closed_form_posterior_alignment_best_map", best(closed_form), whole=records, rows_of=rows_of)
+    known = {split: _strategy_records(dataset, split) for split in ("train", "test")}
+    if len(strategies) > 1 and all(known.values()):
+        metrics["bag_of_tokens_accuracy"] = alignment.bag_of_tokens_accuracy(
+            known["train"], known["test"], len(strategies)
+        )
     metrics["rho_recon"] = rho_recon(validation, c_base)
     metrics.update(weighting)
     names = [
@@ -238,6 +250,7 @@ def measure(
         "closed_form_posterior_alignment_best_map",
         "rho_recon",
         "permuted_latent_control",
+        "bag_of_tokens_accuracy",
         "collapse_threshold",
         "strategy_token_share",
     ]
@@ -368,6 +381,20 @@ def weighting_metrics(
         # Undefined where no x is recorded under two strategies, as may be with a user's file.
         "strategy_token_share": float(share[parted].mean()) if parted.any() else None,
     }
+
+
+#: Records from which the bag-of-tokens classifier learns: more change its accuracy by less than a percent.
+_CLASSIFIED_RECORDS = 4096
+
+
+def _strategy_records(dataset: Dataset, split: str) -> list[tuple[list[str], int]]:
+    """The tokens of y and the strategy's index of records that have one, at most `_CLASSIFIED_RECORDS`."""
+    strategies = dataset.task.strategies
+    return [
+        (tokenize(record.y, dataset.tokenization), strategies.index(record.strategy))
+        for record in dataset.split_records(split)[:_CLASSIFIED_RECORDS]
+        if record.strategy in strategies
+    ]
 
 
 def _records_of_decoded(dataset: Dataset, decodes: Decodes) -> tuple[np.ndarray, np.ndarray]:

@@ -203,6 +203,16 @@ def start_disentangling(place: Workplace, reference: Reference) -> tuple[LatentS
     return step, TrainState.create(params, step.optimizer, jax.random.fold_in(key, _STATE))
 
 
+def latent_batch_at(
+    place: Workplace, step: LatentStep, scores: Mapping[str, np.ndarray]
+) -> Callable[[int], dict[str, np.ndarray]]:
+    """The batch of a disentangle step, a pure function of the step."""
+    arrays = {**place.dataset.arrays, **({} if step.online_reference else scores)}
+    if step.anchored:
+        arrays["anchor_latents"] = place.dataset.anchor_latents
+    return place.batch_at(arrays, step.group_size, place.config.disentangle.batch_size, place.config.seed)
+
+
 def disentangle(
     place: Workplace,
     step: LatentStep,
@@ -214,17 +224,14 @@ def disentangle(
     evaluate: Evaluate,
 ) -> dict[str, Any]:
     """Train router, generator and posterior; their parameters, on the mesh, under the keys `model` and `posterior`."""
-    config, dataset = place.config, place.dataset
-    arrays = {**dataset.arrays, **({} if step.online_reference else scores)}
-    if step.anchored:
-        arrays["anchor_latents"] = dataset.anchor_latents
+    config = place.config
     compiled = compile_over_data(step.train_step, place.mesh, batched=(False, True, False, False), donate=(0,))
     frozen = reference.params if step.online_reference else None
     carry = train(
         "disentangle",
         {"state": state},
         train_step=lambda state, batch: compiled(state, batch, hyperparameters, frozen),
-        batch_at=place.batch_at(arrays, step.group_size, config.disentangle.batch_size, config.seed),
+        batch_at=latent_batch_at(place, step, scores),
         evaluate=evaluate,
         evaluate_every=config.disentangle.evaluate_every,
         total_steps=config.disentangle.steps,

@@ -1,0 +1,1 @@
+"""Many runs, one report: settings x tasks x seeds over shared references."""

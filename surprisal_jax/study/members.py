@@ -1,0 +1,135 @@
+"""Runs of one task and seed that share the reference: those of one program are trained together under `vmap`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from surprisal_jax import __version__
+from surprisal_jax.config import ExperimentConfig, ReconstructionLossConfig, run_identity
+from surprisal_jax.dataset import load_dataset
+from surprisal_jax.evaluation.evaluate import Evaluator, evaluate_run, validation_metrics
+from surprisal_jax.run import Clock, claim_reference_directory, judge_weighting, prepare
+from surprisal_jax.study.plan import Member
+from surprisal_jax.study.table import CURVE_COLUMNS, METRICS, RESULT_COLUMNS, SECONDS, append_rows
+from surprisal_jax.training.sharding import compile_over_data, make_mesh, put_batch, put_replicated
+from surprisal_jax.training.stages import Workplace, latent_batch_at, start_disentangling
+from surprisal_jax.training.step import make_hyperparameters
+
+#: A curve's points: step, and the validation metrics by name.
+Curve = list[tuple[int, Mapping[str, float]]]
+
+
+def program_of(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration without what is traced: members with equal ones are one program, on the same batches."""
+    weights = ReconstructionLossConfig(token_weight_source=config.reconstruction.token_weight_source)
+    return replace(
+        config,
+        reconstruction=weights,
+        beta=1.0,
+        # Whether the term is in the program is static, its weight is not.
+        inter_latent_divergence_weight=float(config.inter_latent_divergence_weight > 0),
+        posterior_entropy_weight=0.0,
+        router_marginal_kl_weight=0.0,
+        posterior_fit_weight=1.0,
+        inverse_nll_floor=1e-6,
+        divisor_floor=1e-3,
+    )
+
+
+def by_program(configs: Mapping[Member, ExperimentConfig]) -> list[dict[Member, ExperimentConfig]]:
+    """The members of one program together, in their order."""
+    programs: dict[ExperimentConfig, dict[Member, ExperimentConfig]] = {}
+    for member, config in configs.items():
+        programs.setdefault(program_of(config), {})[member] = config
+    return list(programs.values())
+
+
+def run_members(configs: Mapping[Member, ExperimentConfig], output: Path) -> None:
+    """Train members that share a reference, one program after another, and add their rows to the tables."""
+    for program in by_program(configs):
+        for member, result in train_members(program).items():
+            about = {**asdict(member), "identity": run_identity(program[member])}
+            row = {
+                **about,
+                **{name: result.metrics.get(name) for name in METRICS},
+                "latents_by_strategies": json.dumps(result.table),
+                "members": len(program),
+                **{f"seconds_{stage}": result.seconds.get(stage) for stage in SECONDS},
+                "surprisal_jax": __version__,
+                "jax": jax.__version__,
+            }
+            curve = [
+                {
+                    **about,
+                    "step": step,
+                    "posterior_alignment": metrics.get("validation_posterior_alignment"),
+                    "rho_recon": metrics["validation_rho_recon"],
+                }
+                for step, metrics in result.curve
+            ]
+            append_rows(output / "curves.csv", CURVE_COLUMNS, curve)
+            # Last: its row says that the member is done.
+            append_rows(output / "results.csv", RESULT_COLUMNS, [row])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one member gave. `seconds` by stage; those of `disentangle` are of all members of its program together."""
+
+    metrics: dict[str, float | None]
+    table: list[list[float]] | None  # latents x strategies
+    curve: Curve
+    seconds: dict[str, float]
+
+
+def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Result]:
+    """Train and evaluate members of one program."""
+    first = next(iter(configs.values()))
+    dataset = load_dataset(first)
+    directory, identity = claim_reference_directory(first, dataset)
+    clock = Clock()
+    prepared = prepare(Workplace(first, dataset, make_mesh(first)), directory, identity, clock)
+    place, c_base, mesh = prepared.place, prepared.reference.c_base, prepared.place.mesh
+    step, state = start_disentangling(place, prepared.reference)
+    hyperparameters = [make_hyperparameters(config, c_base) for config in configs.values()]
+    compiled = compile_over_data(
+        jax.vmap(step.train_step, in_axes=(0, None, 0, None)),
+        mesh,
+        batched=(False, True, False, False),
+        donate=(0,),
+    )
+    frozen = prepared.reference.params if step.online_reference else None
+    states = put_replicated(jax.tree.map(lambda leaf: jnp.stack([leaf] * len(configs)), state), mesh)
+    stacked = put_replicated(jax.tree.map(lambda *leaves: jnp.stack(leaves), *hyperparameters), mesh)
+    batch_at = latent_batch_at(place, step, prepared.scores)
+    whole = Evaluator(step, hyperparameters[0], place.dataset, prepared.scores, mesh)
+    evaluators = [whole.under(each) for each in hyperparameters]
+    curves: list[Curve] = [[] for _ in configs]
+    for done in range(1, first.disentangle.steps + 1):
+        states, _ = compiled(states, put_batch(batch_at(done - 1), mesh), stacked, frozen)
+        if done % first.disentangle.evaluate_every == 0 or done == first.disentangle.steps:
+            for member, evaluator in enumerate(evaluators):
+                metrics = validation_metrics(evaluator, _member(states.params, member), c_base)
+                curves[member].append((done, metrics))
+    clock.ends("disentangle")
+    results = {}
+    for member, (name, config) in enumerate(configs.items()):
+        of_member = replace(place, config=config)
+        weighting, _ = judge_weighting(of_member, prepared.scores, hyperparameters[member], c_base)
+        params = _member(states.params, member)
+        report = evaluate_run(config, evaluators[member], params, weighting, c_base, directory)
+        clock.ends("evaluate")
+        table = None if report.table is None else report.table.round(4).tolist()
+        results[name] = Result(report.metrics, table, curves[member], dict(clock.seconds))
+    return results
+
+
+def _member(tree: Any, member: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[member], tree)
