@@ -22,6 +22,7 @@ LAYERS = (
     ("training",),
     ("evaluation",),
     ("run",),
+    ("study",),
     ("cli",),
 )
 

@@ -25,6 +25,7 @@ def decode_branches(
     forced_ids: Sequence[int],
     eos_id: int,
     max_new_tokens: int,
+    suffix_start: Array | None = None,
     sampling_key: Array | None = None,
 ) -> tuple[Array, Array]:
     """A continuation of each x under each latent: of tokens that are the most likely ones, or drawn.
@@ -36,13 +37,14 @@ def decode_branches(
       latent_ids: K token ids; branch k starts with the k-th.
       forced_ids: what follows the latent token: `</z> <y>`.
       eos_id: decoding of a branch ends with it; the loop ends when every branch has, or after `max_new_tokens`.
+      suffix_start: `[B]`, the rotary position of a branch's first token; None: the true end of the prefix.
       sampling_key: draws every token from the model's distribution; None: greedy.
 
     Returns:
       `(tokens [B, K, max_new_tokens], log_router [B, K])`; after its first `eos_id` a branch holds `eos_id`.
     """
     model = nnx.merge(decoder, params)
-    prefix = model.prefix(prefix_tokens, prefix_lengths)
+    prefix = model.prefix(prefix_tokens, prefix_lengths, suffix_start)
     batch, branches, head = prefix_tokens.shape[0], len(latent_ids), 1 + len(forced_ids)
     length = head + max_new_tokens
     latents = jnp.asarray(latent_ids, prefix_tokens.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from surprisal_jax.evaluation.report import (
     write_token_heat_map,
     write_training_curves,
 )
+from surprisal_jax.models.latent import suffix_start
 from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.sharding import compile_over_data, put_batch
@@ -58,15 +58,22 @@ class Evaluator:
         self._hyperparameters = hyperparameters
         self._arrays = {**dataset.arrays, **scores}
         self._evaluate = compile_over_data(step.evaluate, mesh, batched=(False, True, False))
-        decode_under_latents = partial(
-            decode_branches,
-            step.decoder,
-            latent_ids=step.latent_ids,
-            forced_ids=dataset.vocabulary.encode(["</z>", "<y>"]),
-            eos_id=dataset.vocabulary.id("<eos>"),
-            max_new_tokens=dataset.arrays["suffix_tokens"].shape[1],
-        )
-        self._decode = compile_over_data(decode_under_latents, mesh, batched=(False, True, True))
+        vocabulary = dataset.vocabulary
+
+        def decode(params: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return decode_branches(
+                step.decoder,
+                params,
+                tokens,
+                lengths,
+                latent_ids=step.latent_ids,
+                forced_ids=vocabulary.encode(["</z>", "<y>"]),
+                eos_id=vocabulary.id("<eos>"),
+                max_new_tokens=dataset.arrays["suffix_tokens"].shape[1],
+                suffix_start=suffix_start(lengths),
+            )
+
+        self._decode = compile_over_data(decode, mesh, batched=(False, True, True))
 
     def under(self, hyperparameters: Hyperparameters) -> Evaluator:
         """The same programs with other hyperparameters, without another compilation."""

@@ -14,6 +14,7 @@ from flax import nnx
 
 from surprisal_jax.config import ModelConfig
 from surprisal_jax.models.transformer import Decoder, Prefix
+from surprisal_jax.sequences import WHOLE_SEQUENCE_OFFSET
 
 Array = jax.Array
 
@@ -32,6 +33,16 @@ class PosteriorNetwork(nnx.Module):
         hidden = jnp.where(loss_mask[..., None], self.decoder(tokens).astype(jnp.float32), 0.0)
         count = jnp.maximum(jnp.sum(loss_mask, axis=-1, dtype=jnp.float32), 1.0)
         return self.head(jnp.sum(hidden, axis=-2) / count[:, None])
+
+
+def suffix_start(prefix_lengths: Array) -> Array:
+    """The rotary position of `<z_k>`, `[B]`, such that every token of y stands where it stands in the z-free sequence.
+
+    The generator starts from the reference's weights, whose attention from y to x goes by distance. With the tags
+    between them counted, a reference that adds numbers by position starts from scratch (its loss grew tenfold); so the
+    tags share the positions of the last tokens before y.
+    """
+    return prefix_lengths - WHOLE_SEQUENCE_OFFSET
 
 
 def router_log_probs(decoder: Decoder, prefix: Prefix, latent_ids: Sequence[int]) -> Array:

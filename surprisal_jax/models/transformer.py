@@ -28,12 +28,13 @@ class LayerCache(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """A computed prefix: hidden states `[B, P, D]`, the layers' caches, and true lengths `[B]` (positions beyond are
-    never attended)."""
+    """A computed prefix: hidden states `[B, P, D]`, the layers' caches, true lengths `[B]` (positions beyond are never
+    attended), and the rotary position `[B]` of the first token of a suffix."""
 
     hidden: Array
     caches: tuple[LayerCache, ...]
     lengths: Array
+    suffix_start: Array
 
 
 class Attention(nnx.Module):
@@ -128,14 +129,14 @@ class Decoder(nnx.Module):
         positions."""
         return self._forward(tokens[:, None, :], jnp.arange(tokens.shape[-1])[None, None, :])[0][:, 0]
 
-    def prefix(self, tokens: Array, lengths: Array) -> Prefix:
-        """The shared prefix `[B, P]`, right-padded, with true lengths `[B]`."""
+    def prefix(self, tokens: Array, lengths: Array, suffix_start: Array | None = None) -> Prefix:
+        """The shared prefix `[B, P]`, right-padded, with true lengths `[B]`, where suffixes start unless told."""
         hidden, caches = self._forward(tokens[:, None, :], jnp.arange(tokens.shape[-1])[None, None, :])
         shared = tuple(LayerCache(cache.keys[:, 0], cache.values[:, 0]) for cache in caches)
-        return Prefix(hidden[:, 0], shared, lengths)
+        return Prefix(hidden[:, 0], shared, lengths, lengths if suffix_start is None else suffix_start)
 
     def suffix(self, tokens: Array, prefix: Prefix) -> Array:
-        """Hidden states `[B, N, U, D]` of N branches `[B, N, U]` that go on from the true end of the prefix."""
+        """Hidden states `[B, N, U, D]` of N branches `[B, N, U]`, whose positions count from `suffix_start`."""
         return self._forward(tokens, self._suffix_positions(tokens.shape[-1], prefix), prefix)[0]
 
     def empty_cache(self, batch: int, branches: int, length: int) -> tuple[LayerCache, ...]:
@@ -188,7 +189,7 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def _suffix_positions(length: int, prefix: Prefix) -> Array:
-        return prefix.lengths[:, None, None] + jnp.arange(length)[None, None, :]
+        return prefix.suffix_start[:, None, None] + jnp.arange(length)[None, None, :]
 
     @staticmethod
     def _prefix_segments(prefix: Prefix, layer: int) -> list[tuple[LayerCache, Array]]:

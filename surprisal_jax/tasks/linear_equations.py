@@ -8,6 +8,7 @@ sides_first         7 x + 7 = 2 x + 27    ; 5 x = 20 ; x = 4       each side for
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ from surprisal_jax.tasks.task import GeneratedTask, numbers
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+_SIDE = r"[0-9]+( x)?( \+ [0-9]+( x)?)*"
+_TRACE = re.compile(rf"(?:{_SIDE} = {_SIDE} ; )+x = ([1-9])".replace("( ", "(?: "))
 
 
 class LinearEquations(GeneratedTask):
@@ -55,11 +60,9 @@ class LinearEquations(GeneratedTask):
         return str((moved - constant - other) // (first + second - right))
 
     def read_answer(self, y: Sequence[str]) -> str | None:
-        """What the last equation says x is."""
-        ending = y[-4:]
-        if list(ending[:3]) != [";", "x", "="] or numbers(ending[3:], 9) is None:
-            return None
-        return ending[3]
+        """What the last of two or more equations says x is."""
+        match = _TRACE.fullmatch(" ".join(y))
+        return match[1] if match else None
 
     def _parse(self, x: Sequence[str]) -> list[int]:
         form = "expected an equation of the form '3 x + 5 + 4 x + 2 = 2 x + 27'"

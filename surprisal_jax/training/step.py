@@ -19,7 +19,7 @@ from flax import nnx
 from surprisal_jax import losses
 from surprisal_jax.config import ExperimentConfig, ModelConfig
 from surprisal_jax.losses import ObjectiveTerms, ReconstructionTerms
-from surprisal_jax.models.latent import PosteriorNetwork, branch_tokens, router_log_probs
+from surprisal_jax.models.latent import PosteriorNetwork, branch_tokens, router_log_probs, suffix_start
 from surprisal_jax.models.transformer import Decoder
 from surprisal_jax.training.state import TrainState, make_optimizer
 
@@ -203,7 +203,8 @@ class LatentStep:
         """Weights, router and the six terms under every latent: one prefix an example, K suffixes on it."""
         mask = batch["suffix_loss_mask"][:, 1:]
         decoder = nnx.merge(self.decoder, params)
-        prefix = decoder.prefix(batch["prefix_tokens"], batch["prefix_lengths"])
+        lengths = batch["prefix_lengths"]
+        prefix = decoder.prefix(batch["prefix_tokens"], lengths, suffix_start(lengths))
         tokens = branch_tokens(batch["suffix_tokens"], self.latent_ids)  # [B, K, U]
         hidden = decoder.suffix(tokens, prefix)  # [B, K, U, D]
         token_nll = losses.masked_token_nll_from_hidden(

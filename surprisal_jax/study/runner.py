@@ -1,0 +1,65 @@
+"""Processes for the study's units. It imports no jax: each process starts its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+
+from surprisal_jax.study.plan import Member, configuration
+
+
+def run_units(units: Sequence[Sequence[Member]], runs: Path, output: Path, workers: int, hours: float) -> None:
+    """Every unit in a process of its own, `workers` at a time; none is begun after `hours`.
+
+    Args:
+      units: members that share a reference.
+      runs: directory of the references.
+      output: directory of the tables.
+    """
+    # One thread a process: models this small gain little from more, and the processes are many.
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(runs.resolve() / "compiled"))
+    started = time.monotonic()
+    deadline = started + 3600 * hours
+    context = multiprocessing.get_context("spawn")
+    total, finished = len(units), 0
+    waiting = iter(units)
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        running: dict[Future[None], Sequence[Member]] = {}
+
+        def begin() -> None:
+            while len(running) < workers and time.monotonic() < deadline:
+                unit = next(waiting, None)
+                if unit is None:
+                    return
+                running[pool.submit(run_unit, unit, runs, output)] = unit
+
+        begin()
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                unit = running.pop(future)
+                future.result()
+                finished += 1
+                elapsed = time.monotonic() - started
+                left = elapsed / finished * (total - finished) / 60
+                print(
+                    f"{finished}/{total} {unit[0].task} seed {unit[0].seed}: {', '.join(m.setting for m in unit)}; "
+                    f"{elapsed / 60:.0f} min, some {left:.0f} min left",
+                    flush=True,
+                )
+            begin()
+
+
+def run_unit(unit: Sequence[Member], runs: Path, output: Path) -> None:
+    """All members that share one reference, in a process of their own; each program's rows are written as it ends."""
+    log = output / "log" / f"{unit[0].task}-seed{unit[0].seed}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+    from surprisal_jax.study.members import run_members
+
+    run_members({member: configuration(member, str(runs)) for member in unit}, output)
