@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test check clean
+.PHONY: help setup train study test check clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: setup ## run the four stages of the default experiment, or go on with them
 	$(PYTHON) train.py --config $(CONFIG) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+study: setup ## run what the study lacks, into docs/study
+	$(PYTHON) -m surprisal_jax.study $(ARGS)
 
 test: setup ## run the tests
 	$(PYTHON) -m pytest $(ARGS)

@@ -166,13 +166,22 @@ def _parser() -> _Parser:
 
 
 def _metavar(item: Setting) -> str:
-    if item.choices:
+    if _lists_choices(item):
         return "|".join(item.choices)
+    if item.choices:
+        return "CHOICE"
     return {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}[item.kind]
+
+
+def _lists_choices(item: Setting) -> bool:
+    """Whether the choices fit behind the flag on one line; else the help lists them."""
+    return 0 < len("|".join(item.choices)) <= 40
 
 
 def _help(item: Setting) -> str:
     notes = []
+    if item.choices and not _lists_choices(item):
+        notes.append(item.expected)
     if item.name == "task":
         notes.append("one of " + ", ".join(known_tasks()) + ", or none")
     elif item.kind in (int, float) or (item.optional and item.kind is str):

@@ -18,6 +18,9 @@ from surprisal_jax.tasks.lookup import LookupTask
 #: Part of every identity below: raise it when records, templates or arrays change their meaning.
 FORMAT_VERSION = 1
 
+#: Raise it when sequences with a latent change their meaning, and those without do not. 2: y keeps its positions.
+LATENT_FORMAT_VERSION = 2
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -33,11 +36,12 @@ class Dataset:
     anchor_latents: np.ndarray  # int32 [N], the latent assigned to a labelled example; -1: none
 
     @property
-    def labelled_identity(self) -> str:
-        """`identity`, and the labels that are read in training: those of the anchors, if there are any."""
-        if (self.anchor_latents < 0).all():
-            return self.identity
-        return hashlib.sha256(self.identity.encode() + self.anchor_latents.tobytes()).hexdigest()
+    def latent_identity(self) -> str:
+        """`identity`, what else the disentangle stage reads of the data, and how it lays a sequence out: the labels of
+        the anchors, and a version."""
+        content = [self.identity, LATENT_FORMAT_VERSION, self.anchor_latents[self.anchor_latents >= 0].tolist()]
+        content.append(np.flatnonzero(self.anchor_latents >= 0).tolist())
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def split_records(self, split: str) -> list[Record]:
         return [self.records[row] for row in self.rows[split]]

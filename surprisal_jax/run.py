@@ -85,7 +85,7 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     directory = run_directory(config, name)
 
     def claim() -> tuple[Path, dict[str, Any]]:
-        claim_run_directory(directory, config, dataset.labelled_identity)
+        claim_run_directory(directory, config, dataset.latent_identity)
         return claim_reference_directory(config, dataset)
 
     reference_dir, identity = first_process_first("directories claimed", claim)
@@ -212,7 +212,8 @@ def claim_run_directory(directory: Path, config: ExperimentConfig, data_identity
             raise InputError(f"{directory}: holds a run of another configuration ({shown}); give another --run-dir")
         if data_path.exists() and json.loads(data_path.read_text())["identity"] != data_identity:
             raise InputError(
-                f"{directory}: holds a run on other data than {config.data.path} has now; give another --run-dir"
+                f"{directory}: holds a run on other data than {config.data.path or config.task} has now, or of another "
+                "version; give another --run-dir"
             )
     elif directory.exists() and any(directory.iterdir()):
         raise InputError(

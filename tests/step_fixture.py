@@ -35,7 +35,7 @@ CONFIG = ExperimentConfig(
     reconstruction=EVERY_TERM,
     model=ModelConfig(num_layers=1, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32),
     data=DataConfig(group_size=2),
-    disentangle=DisentangleConfig(batch_size=16, warmup_steps=0, learning_rate=3e-3, steps=100),
+    disentangle=DisentangleConfig(batch_size=16, warmup_steps=0, learning_rate=1e-3, steps=100),
 )
 
 C_BASE = 0.7
@@ -52,7 +52,7 @@ def _value_and_gradient(step: LatentStep, *arguments: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(step: LatentStep, batch: Any, reference: Any) -> Any:
-    return step.base_token_nll(batch, reference)
+    return step.reference_scores(batch, reference)["base_token_nll"]
 
 
 @functools.lru_cache(maxsize=4)

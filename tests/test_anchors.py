@@ -35,12 +35,12 @@ def test_without_anchors_no_label_is_read():
     config = ExperimentConfig(data=DATA)
     with_labels, without = make_dataset(SPLITS, GRID, config), make_dataset(unlabelled(SPLITS), GRID, config)
     assert (with_labels.anchor_latents == -1).all()
-    assert with_labels.labelled_identity == without.labelled_identity == with_labels.identity
+    assert with_labels.identity == without.identity and with_labels.latent_identity == without.latent_identity
     for name, array in with_labels.arrays.items():
         np.testing.assert_array_equal(array, without.arrays[name])
     anchored = make_dataset(SPLITS, GRID, replace(config, anchors=1))
     assert anchored.identity == with_labels.identity, "the reference does not depend on anchors"
-    assert anchored.labelled_identity != anchored.identity
+    assert anchored.latent_identity != with_labels.latent_identity
 
 
 def test_too_few_labels_or_latents_are_an_input_error():
@@ -77,9 +77,10 @@ def test_a_fixed_posterior_reads_the_assigned_latent_alone(posterior):
     fixture = StepFixture(replace(CONFIG, posterior=posterior, anchors=1))
     size = fixture.step.group_size
     groups = np.random.default_rng(0).integers(0, 3, len(fixture.batch["example_mask"]) // size)
-    # One member of the group is labelled; the latent holds for all of it.
+    # One member of the group is labelled; the latent holds for all of it. (Example 4 supervises nothing.)
     anchor_latents = np.full((len(groups), size), -1)
     anchor_latents[:, 0] = groups
+    anchor_latents[2] = -1, groups[2]
     (_, (terms, usage, _)), gradients = losses_of(fixture, anchor_latents.reshape(-1))
 
     latent = fixture.step.enumerate_latents(fixture.params()["model"], fixture.batch, fixture.hyperparameters)

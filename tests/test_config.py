@@ -43,6 +43,8 @@ DEFAULTS: dict[str, Any] = {
     "beta": 0.1,
     "posterior": "amortized",
     "latent_scope": "example",
+    "anchors": 0,
+    "traces": "dataset",
     "reference_scoring": "cached",
     "inter_latent_divergence_weight": 0.0,
     "posterior_entropy_weight": 0.0,
@@ -61,6 +63,8 @@ DEFAULTS: dict[str, Any] = {
         "normalized_token_weighted_weight": 0.0,
         "normalized_inverse_token_weighted_weight": 0.0,
         "token_weight_alpha": 1.0,
+        "token_weight_source": "reference_surprisal",
+        "token_weight_mix": 1.0,
     },
     "model": {
         "num_layers": 2,
@@ -79,6 +83,7 @@ DEFAULTS: dict[str, Any] = {
     },
     "data": {
         "path": None,
+        "task_size": None,
         "tokenization": "whitespace",
         "group_size": 2,
         "train_groups": 8192,
@@ -309,6 +314,20 @@ BAD_FILES: list[tuple[str | bytes, str]] = [
         "posterior: closed_form\nposterior_entropy_weight: 0.1\n",
         "posterior_entropy_weight: got posterior_entropy_weight 0.1 with posterior 'closed_form', expected "
         "0, or posterior 'amortized' (the closed form is the minimiser without that term)",
+    ),
+    (
+        "traces: reference_samples\nlatent_scope: group\n",
+        "traces: got traces 'reference_samples' with latent_scope 'group', expected latent_scope 'example' "
+        "(each sample is drawn on its own and belongs to no group)",
+    ),
+    (
+        "traces: reference_samples\nanchors: 1\n",
+        "traces: got traces 'reference_samples' with anchors 1, expected anchors 0 (a sample has no label)",
+    ),
+    (
+        "anchors: 1\nlatent_scope: group\ndisentangle:\n  batch_size: 6\n",
+        "disentangle.batch_size: got disentangle.batch_size 6 with anchors 1, expected at least 8 "
+        "(anchors take at most a quarter of a batch)",
     ),
     (
         "latent_scope: group\ndisentangle:\n  batch_size: 33\n",

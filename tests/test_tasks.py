@@ -785,7 +785,12 @@ def test_number_of_equations():
     all_equations = set(equations(2))
     assert all(is_prompt(task, x) for x in all_equations)
     rng = np.random.Generator(np.random.PCG64(4))
-    assert {task.generate(rng).x for _ in range(2_000)} <= all_equations
+    xs = {task.generate(rng).x for _ in range(2_000)}
+    assert xs <= all_equations
+    # all of them can be drawn, those with few or many unknowns left as well
+    unknowns = [[int(tokens[place]) for place in (0, 5, 10)] for tokens in (x.split() for x in xs)]
+    assert {a + c - e for a, c, e in unknowns} == set(range(2, 10))
+    assert all(set(values) == set(range(1, 10)) for values in zip(*unknowns, strict=True))
     assert sum(1 for _ in equations(6)) == DISTINCT["linear_equations"]
 
 

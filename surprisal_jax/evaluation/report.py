@@ -409,7 +409,7 @@ def token_heat_map_figure(rows: Sequence[tuple[str, Sequence[str], ArrayLike, Ar
 _EXPLANATIONS = {
     "alignment_one_to_one": "answers that follow the strategy of their latent",
     "permuted_latent_control": "the same, latents shuffled per x: must be at chance",
-    "bag_of_tokens_accuracy": "strategies told from the tokens of y alone, in any order",
+    "bag_of_tokens_accuracy": "strategies told by counting the tokens of y",
     "local_strategy_coverage_mean": "strategies that some latent shows, mean over x",
     "local_strategy_full_coverage_rate": "x on which the latents show every strategy",
     "mean_overall_final_answer_accuracy": "right final answers, each latent forced in turn",

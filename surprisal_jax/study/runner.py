@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -60,6 +61,7 @@ def run_unit(unit: Sequence[Member], runs: Path, output: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from surprisal_jax.study.members import run_members
 
     run_members({member: configuration(member, str(runs)) for member in unit}, output)

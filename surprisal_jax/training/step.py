@@ -159,7 +159,8 @@ class LatentStep:
                 :, None, None
             ]  # [B / G, 1, 1]
             is_anchor = jnp.broadcast_to(latents >= 0, (*group_mask.shape, 1)).reshape(-1)  # [B]
-            certain = jnp.where(jnp.arange(log_q.shape[-1]) == latents, 0.0, -jnp.inf)
+            every_latent = jnp.arange(log_q.shape[-1])[None, None, :]
+            certain = jnp.where(every_latent == latents, 0.0, -jnp.inf)
             log_q = jnp.where(latents >= 0, certain, log_q)
         prior_kl = losses.prior_kl(log_q, grouped(log_router), group_mask=group_mask).reshape(-1)
         log_q = log_q.reshape(log_router.shape)
