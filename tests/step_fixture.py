@@ -35,7 +35,7 @@ CONFIG = ExperimentConfig(
     reconstruction=EVERY_TERM,
     model=ModelConfig(num_layers=1, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32),
     data=DataConfig(group_size=2),
-    disentangle=DisentangleConfig(batch_size=16, warmup_steps=0, learning_rate=1e-3, steps=100),
+    disentangle=DisentangleConfig(batch_size=16, warmup_steps=0, learning_rate=3e-3, steps=100),
 )
 
 C_BASE = 0.7

@@ -338,7 +338,8 @@ def test_one_device_equals_many(changes: dict[str, Any]) -> None:
 
     Under SGD, and not Adam, which would hide a factor of the gradient: at rate 1 it is the parameters' change.
     """
-    rate = 0.05
+    # At 0.05 the loss rises again after twelve steps, and amplifies rounding a hundredfold.
+    rate = 0.02
     fixture = StepFixture(**changes)
     fixture.step = replace(fixture.step, optimizer=optax.sgd(rate))
     online = fixture.step.online_reference
