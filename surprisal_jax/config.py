@@ -515,6 +515,12 @@ class ExperimentConfig:
                     ("task", "data.path"),
                     "got task none with data.path none, expected a task or a data file",
                 )
+            if self.data.task_size is not None:
+                _contradiction(
+                    self,
+                    ("data.task_size", "task"),
+                    f"got data.task_size {self.data.task_size} with task none, expected data.task_size none",
+                )
         elif self.task not in known_tasks():
             known = ", ".join(known_tasks())
             _contradiction(

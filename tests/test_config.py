@@ -316,6 +316,10 @@ BAD_FILES: list[tuple[str | bytes, str]] = [
         "0, or posterior 'amortized' (the closed form is the minimiser without that term)",
     ),
     (
+        "task: none\ndata: {path: a.jsonl, task_size: 5}\n",
+        "data.task_size: got data.task_size 5 with task none, expected data.task_size none",
+    ),
+    (
         "traces: reference_samples\nlatent_scope: group\n",
         "traces: got traces 'reference_samples' with latent_scope 'group', expected latent_scope 'example' "
         "(each sample is drawn on its own and belongs to no group)",
