@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, 
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", newline="", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        # Opened before its turn: another may have written the header since.
+        file.seek(0, os.SEEK_END)
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if file.tell() == 0:
             writer.writeheader()
