@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from surprisal_jax.config import DataConfig, InputError
+from surprisal_jax.files import write_text
 from surprisal_jax.sequences import SPECIAL_TOKENS, detokenize, tokenize
 from surprisal_jax.tasks.task import Instance, Task
 
@@ -85,12 +86,12 @@ def read_jsonl(path: str | Path, tokenization: str, max_tokens: int) -> list[Rec
 
 
 def write_jsonl(path: str | Path, records: Iterable[Record]) -> None:
-    """Write what `read_jsonl` reads; the same records give the same bytes everywhere."""
+    """Write what `read_jsonl` reads, whole or not at all; the same records give the same bytes everywhere."""
     lines = []
     for record in records:
         given = {key: value for key, value in asdict(record).items() if value is not None}
         lines.append(json.dumps(given, ensure_ascii=False) + "\n")
-    Path(path).write_bytes("".join(lines).encode("utf-8"))
+    write_text(Path(path), "".join(lines))
 
 
 def _read_line(where: str, line: bytes, tokenization: str, max_tokens: int) -> Record:

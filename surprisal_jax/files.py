@@ -1,4 +1,4 @@
-"""JSON on disk, written whole or not at all."""
+"""Text and JSON on disk, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write to a temporary file beside the target, flush it to disk, and rename it: a reader never sees half a file.
+    """`write_text` of a value as JSON.
 
     Raises:
       ValueError: a NaN or an infinity, which JSON has no number for.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary file beside the target, flush it to disk, and rename it: a reader never sees half a file.
+
+    UTF-8, with the line ends that the text has.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

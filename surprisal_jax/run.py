@@ -104,7 +104,7 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     console.print(f"c_base {reference.c_base:.4f} nats, the reference's mean validation loss", highlight=False)
     weighting, warnings = judge_weighting(place, scores, hyperparameters, reference.c_base)
     threshold = weighting["collapse_threshold"]
-    if not any(warning.startswith("collapse threshold") for warning in warnings):
+    if threshold is not None and threshold > config.beta:
         console.print(f"collapse threshold {threshold:.3f} against beta {config.beta:g}", highlight=False)
     for warning in warnings:
         console.print(f"[yellow]warning[/]: {warning}", highlight=False)

@@ -362,7 +362,7 @@ def test_a_failing_write_leaves_the_old_page(tmp_path, monkeypatch, failing):
         raise OSError("no space left on device")
 
     if failing == "writing":
-        monkeypatch.setattr(page.os, "fsync", full)
+        monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ValueError if failing == "rendering" else OSError):
         page.write_report_page(path, summary(), METRICS, rows)
     assert path.read_text() == "old"

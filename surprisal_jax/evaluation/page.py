@@ -10,7 +10,6 @@ from __future__ import annotations
 import html
 import io
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from surprisal_jax.evaluation.report import (
     share_text,
     visible,
 )
+from surprisal_jax.files import write_text
 
 LEVELS = 20  # shares are shaded in steps of 1/20; a class for each keeps the page small
 _NOT_METRICS = ("beta", "c_base", "seed", "num_latents")  # numbers of a summary that are shown elsewhere
@@ -165,13 +165,7 @@ def write_report_page(
     path: str | Path, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], heat_rows: Sequence[TokenRow]
 ) -> None:
     """Write the page of `report_page`, which has the arguments, whole or not at all."""
-    text = report_page(summary, metrics, heat_rows)
-    temporary = Path(path).with_name(f"{Path(path).name}.tmp")
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_text(Path(path), report_page(summary, metrics, heat_rows))
 
 
 def report_page(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], heat_rows: Sequence[TokenRow]) -> str:

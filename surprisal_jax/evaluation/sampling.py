@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,5 @@ def sample_traces(
                 if row >= 0 and y and reserved.isdisjoint(y):
                     records.append(Record(dataset.records[row].x, detokenize(y, dataset.tokenization)))
             log.log(index + 1, {})
-    partial = path.with_name(path.name + ".partial")
-    write_jsonl(partial, records)
-    os.replace(partial, path)
+    write_jsonl(path, records)
     return records

@@ -1,4 +1,4 @@
-"""`python -m surprisal_jax.study`: run what the plan still lacks, then write the report."""
+"""`python -m surprisal_jax.study`: run what the plan still lacks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m surprisal_jax.study",
-        description="Runs settings x tasks x seeds of surprisal_jax/study/plan.py that have no row yet, and writes the "
-        "report. Stopped or killed, the same command goes on.",
+        description="Runs settings x tasks x seeds of surprisal_jax/study/plan.py that have no row yet, and adds "
+        "their rows. Stopped or killed, the same command goes on.",
     )
-    parser.add_argument("--output", default="docs/study", metavar="DIRECTORY", help="CSV and report [docs/study]")
+    parser.add_argument("--output", default="docs/study", metavar="DIRECTORY", help="CSV files [docs/study]")
     parser.add_argument("--runs", default="runs", metavar="DIRECTORY", help="references and their scores [runs]")
     parser.add_argument("--block", choices=[block.name for block in PLAN], action="append", help="only this block")
     parser.add_argument("--setting", choices=list(SETTINGS), action="append", help="only this setting")

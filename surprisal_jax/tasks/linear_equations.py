@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-_SIDE = r"[0-9]+( x)?( \+ [0-9]+( x)?)*"
-_TRACE = re.compile(rf"(?:{_SIDE} = {_SIDE} ; )+x = ([1-9])".replace("( ", "(?: "))
+_SIDE = r"[0-9]+(?: x)?(?: \+ [0-9]+(?: x)?)*"
+_TRACE = re.compile(rf"(?:{_SIDE} = {_SIDE} ; )+x = ([1-9])")
 
 
 class LinearEquations(GeneratedTask):

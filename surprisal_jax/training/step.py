@@ -155,9 +155,8 @@ class LatentStep:
         else:
             log_q = losses.amortized_log_posterior(grouped(network_logits), group_mask=group_mask)
         if self.anchored:
-            latents = jnp.where(group_mask, grouped(batch["anchor_latents"]), -1).max(axis=-1)[
-                :, None, None
-            ]  # [B / G, 1, 1]
+            in_group = jnp.where(group_mask, grouped(batch["anchor_latents"]), -1)
+            latents = jnp.max(in_group, axis=-1)[:, None, None]  # [B / G, 1, 1]
             is_anchor = jnp.broadcast_to(latents >= 0, (*group_mask.shape, 1)).reshape(-1)  # [B]
             every_latent = jnp.arange(log_q.shape[-1])[None, None, :]
             certain = jnp.where(every_latent == latents, 0.0, -jnp.inf)
@@ -166,11 +165,10 @@ class LatentStep:
         log_q = log_q.reshape(log_router.shape)
         posterior_fit = None
         if self.closed_form or self.anchored:
-            # An amortized posterior is fitted where an anchor fixes it, and nowhere else.
-            fitted = jnp.ones_like(example_mask) if self.closed_form else is_anchor
-            fixed = jnp.where(fitted[:, None], log_q, jnp.log(1.0 / log_q.shape[-1]))
-            divergence = losses.categorical_kl(fixed, jax.nn.log_softmax(network_logits, axis=-1))
-            posterior_fit = jnp.where(fitted, divergence, 0.0)
+            target = jax.lax.stop_gradient(log_q)
+            posterior_fit = losses.categorical_kl(target, jax.nn.log_softmax(network_logits, axis=-1))
+            if not self.closed_form:  # fitted where an anchor fixes it, and nowhere else
+                posterior_fit = jnp.where(is_anchor, posterior_fit, 0.0)
         terms = ObjectiveTerms(
             reconstruction=losses.expectation_under_posterior(latent.terms, log_q),
             prior_kl=prior_kl,
