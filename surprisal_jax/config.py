@@ -410,7 +410,13 @@ class DisentangleConfig(OptimizerConfig):
     batch_size: int = 32
     learning_rate: float = 1e-3
     warmup_steps: int = 20
-    evaluate_every: int = setting("updates between two looks at the validation set", 100, at_least=1)
+    evaluate_every: int = setting("updates between two looks at the validation set", 50, at_least=1)
+    reseed_until: int = setting(
+        "up to this update, each look at the validation set splits the latent with most of the loss where another "
+        "latent is dead or doubles a third; 0: never",
+        0,
+        at_least=0,
+    )
     latent_embedding_scale: float = setting(
         "scale at which latent embeddings are drawn, relative to the other tokens' embeddings", 0.5, above=0
     )

@@ -41,7 +41,7 @@ from surprisal_jax.evaluation.evaluate import (
     evaluate_run,
     floor_warnings,
     heat_rows,
-    validation_metrics,
+    look_at_validation,
     weighting_metrics,
     write_figures,
 )
@@ -113,7 +113,8 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     evaluator = Evaluator(step, hyperparameters, dataset, scores, place.mesh)
 
     def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
-        return carry, validation_metrics(evaluator, carry["state"].params, reference.c_base)
+        state, metrics = look_at_validation(evaluator, carry["state"], config, reference.c_base, done)
+        return {**carry, "state": state}, metrics
 
     params = disentangle(place, step, state, reference, scores, hyperparameters, directory, evaluate)
     clock.ends("disentangle")

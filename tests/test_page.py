@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from surprisal_jax.evaluation import page, report
+from surprisal_jax.evaluation import html, page, report
 from surprisal_jax.evaluation.report import TokenRow
 
 SCRIPT = "<script>alert(1)</script>"
@@ -320,7 +320,7 @@ def contrast(one, other):
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("theme", [page.LIGHT, page.DARK])
+@pytest.mark.parametrize("theme", [html.LIGHT, html.DARK])
 def test_texts_and_curves_stand_out_in_both_themes(theme):
     for paper in ("paper", "card", "warning"):
         assert contrast(theme["ink"], theme[paper]) > 7
@@ -328,8 +328,8 @@ def test_texts_and_curves_stand_out_in_both_themes(theme):
         assert contrast(theme["faint"], theme[paper]) > 4.5
     for name in ("focus", *(f"curve-{i}" for i in range(len(report.COLOURS)))):
         assert contrast(theme[name], theme["paper"]) > 3, name
-    levels = page.level_colours(dark=theme is page.DARK)
-    assert len(levels) == 2 * (page.LEVELS + 1)
+    levels = html.level_colours(dark=theme is html.DARK)
+    assert len(levels) == 2 * (html.LEVELS + 1)
     for name, (shade, ink) in levels.items():
         assert contrast(shade, ink) > 4.5, name
 

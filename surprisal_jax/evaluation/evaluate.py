@@ -27,8 +27,10 @@ from surprisal_jax.evaluation.report import (
 from surprisal_jax.models.latent import suffix_start
 from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.training.progress import StageLog
+from surprisal_jax.training.reseed import latent_to_reseed, reseed_latent
 from surprisal_jax.training.sharding import compile_over_data, put_batch
 from surprisal_jax.training.stages import evaluation_batch
+from surprisal_jax.training.state import TrainState
 from surprisal_jax.training.step import Evaluation, Hyperparameters, LatentStep
 
 
@@ -276,12 +278,18 @@ def rho_recon(validation: Evaluation, c_base: float) -> float:
     return float(expected.sum(axis=1).mean() / c_base)
 
 
-def validation_metrics(evaluator: Evaluator, params: Mapping[str, Any], c_base: float) -> dict[str, float]:
-    """What is watched while the disentangle stage runs: `rho_recon`, and the posterior against the strategies where
-    these are known."""
+def look_at_validation(
+    evaluator: Evaluator, state: TrainState, config: ExperimentConfig, c_base: float, done: int
+) -> tuple[TrainState, dict[str, float]]:
+    """What happens every `evaluate_every` updates of the disentangle stage, after `done` of them.
+
+    Returns:
+      The state, with a latent drawn anew where one does nothing and `reseed_until` allows it; `rho_recon`, the
+      posterior against the strategies where these are known, and which latent was drawn anew at which.
+    """
     dataset = evaluator.dataset
     rows = dataset.rows["validation"]
-    evaluation = evaluator.read(params, rows)
+    evaluation = evaluator.read(state.params, rows)
     metrics = {"validation_rho_recon": rho_recon(evaluation, c_base)}
     strategies = dataset.task.strategies
     known = [i for i, row in enumerate(rows) if dataset.records[row].strategy in strategies]
@@ -292,7 +300,15 @@ def validation_metrics(evaluator: Evaluator, params: Mapping[str, Any], c_base: 
         metrics["validation_posterior_alignment"] = alignment.best_map_alignment(
             latents, truth, num_latents, len(strategies)
         )[0]
-    return metrics
+    if done <= config.disentangle.reseed_until:
+        closed_form = config.posterior == "closed_form"
+        log_q = evaluation.closed_form_log_posterior if closed_form else evaluation.log_posterior
+        pair = latent_to_reseed(log_q, evaluation.raw_reconstruction_loss)
+        if pair is not None:
+            key = jax.random.fold_in(state.rng, done)
+            state = reseed_latent(state, dataset.vocabulary.latent_ids, *pair, key)
+            metrics |= {"reseeded_latent": pair[0], "reseeded_at_latent": pair[1]}
+    return state, metrics
 
 
 def floor_warnings(config: ExperimentConfig, weighting: losses.TokenWeighting, mask: np.ndarray) -> list[str]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from surprisal_jax import __version__
 from surprisal_jax.config import ExperimentConfig, ReconstructionLossConfig, run_identity
 from surprisal_jax.dataset import load_dataset
-from surprisal_jax.evaluation.evaluate import Evaluator, evaluate_run, validation_metrics
+from surprisal_jax.evaluation.evaluate import Evaluator, evaluate_run, look_at_validation
 from surprisal_jax.run import Clock, claim_reference_directory, judge_weighting, prepare
 from surprisal_jax.study.plan import Member
 from surprisal_jax.study.table import CURVE_COLUMNS, METRICS, RESULT_COLUMNS, SECONDS, append_rows
@@ -115,9 +115,12 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
     for done in range(1, first.disentangle.steps + 1):
         states, _ = compiled(states, put_batch(batch_at(done - 1), mesh), stacked, frozen)
         if done % first.disentangle.evaluate_every == 0 or done == first.disentangle.steps:
-            for member, evaluator in enumerate(evaluators):
-                metrics = validation_metrics(evaluator, _member(states.params, member), c_base)
+            looked = []
+            for member, (config, evaluator) in enumerate(zip(configs.values(), evaluators, strict=True)):
+                state, metrics = look_at_validation(evaluator, _member(states, member), config, c_base, done)
+                looked.append(state)
                 curves[member].append((done, metrics))
+            states = put_replicated(jax.tree.map(lambda *leaves: jnp.stack(leaves), *looked), mesh)
     clock.ends("disentangle")
     results = {}
     for member, (name, config) in enumerate(configs.items()):
