@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from step_fixture import CONFIG, StepFixture
 
-from surprisal_jax.training.reseed import NOISE_SCALE, latent_to_reseed, reseed_latent
+from surprisal_jax.config import load_config
+from surprisal_jax.dataset import load_dataset
+from surprisal_jax.evaluation.evaluate import Evaluator, look_at_validation
+from surprisal_jax.run import Clock, claim_reference_directory, prepare
+from surprisal_jax.training.reseed import SPLIT_SCALE, latent_to_reseed, reseed_latent, split_direction
+from surprisal_jax.training.sharding import make_mesh
+from surprisal_jax.training.stages import Workplace, start_disentangling
+from surprisal_jax.training.step import make_hyperparameters
+
+SMALL = """\
+posterior: closed_form
+latent_scope: group
+reconstruction: {token_weighted_weight: 2.0}
+model: {num_layers: 1, width: 16, num_heads: 2, num_kv_heads: 2, head_dim: 8, mlp_width: 32}
+data: {train_groups: 64, validation_records: 24, test_instances: 12}
+reference: {steps: 5, batch_size: 16, evaluate_every: 5}
+disentangle: {steps: 20, batch_size: 16, evaluate_every: 10, reseed_until: 10}
+data_parallel: 1
+"""
 
 
 def posterior(rows: list[list[float]]) -> np.ndarray:
@@ -61,47 +81,103 @@ def trained() -> tuple[StepFixture, object]:
     return fixture, state
 
 
-def test_the_target_starts_near_the_source_and_nothing_else_moves(trained) -> None:
+def test_the_two_part_where_the_source_was_and_nothing_else_moves(trained) -> None:
     fixture, state = trained
     ids = fixture.vocabulary.latent_ids
-    new = reseed_latent(state, ids, 0, 2, jax.random.key(0))
+    direction = np.zeros(16)
+    direction[3] = 1.0
+    new = reseed_latent(state, ids, 0, 2, direction)
     before, after = np.asarray(state.params["model"]["embedding"]), np.asarray(new.params["model"]["embedding"])
-    others = np.delete(np.arange(len(before)), ids[0])
+    length = SPLIT_SCALE * np.delete(before, ids, axis=0).std() * 4.0
+    np.testing.assert_allclose(after[ids[0]], before[ids[2]] + length * direction, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(after[ids[2]], before[ids[2]] - length * direction, rtol=1e-5, atol=1e-7)
+    others = np.delete(np.arange(len(before)), [ids[0], ids[2]])
     np.testing.assert_array_equal(after[others], before[others])
-    spread = np.delete(before, ids, axis=0).std()
-    noise = after[ids[0]] - before[ids[2]]
-    assert 0.3 * NOISE_SCALE * spread < noise.std() < 3 * NOISE_SCALE * spread
     for name in ("mu", "nu"):
         old_moment, moment = (np.asarray(optax_moment(s.opt_state["model"], name)["embedding"]) for s in (state, new))
         np.testing.assert_array_equal(moment[ids[0]], old_moment[ids[2]])
-        np.testing.assert_array_equal(moment[others], old_moment[others])
+        kept = np.delete(np.arange(len(before)), ids[0])
+        np.testing.assert_array_equal(moment[kept], old_moment[kept])
         assert (old_moment[ids[0]] != old_moment[ids[2]]).any()
-    # The rest is the very same.
-    flat, new_flat = (
-        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(s)}
+    old_leaves, leaves = (
+        jax.tree_util.tree_leaves_with_path({"params": s.params, "opt_state": s.opt_state, "step": s.step})
         for s in (state, new)
     )
-    assert flat.keys() == new_flat.keys()
-    changed = [
-        name
-        for name in flat
-        if not jnp.array_equal(
-            jax.random.key_data(flat[name]) if name == ".rng" else flat[name],
-            jax.random.key_data(new_flat[name]) if name == ".rng" else new_flat[name],
-        )
-    ]
-    assert all("embedding" in name and "model" in name for name in changed), changed
+    for (path, old), (same_path, leaf) in zip(old_leaves, leaves, strict=True):
+        assert path == same_path
+        if "embedding" not in jax.tree_util.keystr(path) or "posterior" in jax.tree_util.keystr(path):
+            np.testing.assert_array_equal(old, leaf)
 
 
 def test_an_untied_output_row_goes_along() -> None:
-    from dataclasses import replace
-
     fixture = StepFixture(num_latents=3, model=replace(CONFIG.model, tied_embeddings=False))
     state, ids = fixture.state(), fixture.vocabulary.latent_ids
-    new = reseed_latent(state, ids, 1, 0, jax.random.key(0))
+    new = reseed_latent(state, ids, 1, 0, np.eye(16)[0])
     before, after = (np.asarray(s.params["model"]["output_embedding"]) for s in (state, new))
     np.testing.assert_array_equal(after[:, ids[1]], before[:, ids[0]])
     np.testing.assert_array_equal(np.delete(after, ids[1], 1), np.delete(before, ids[1], 1))
+
+
+def test_the_split_is_along_what_tells_the_examples_of_the_latent_apart() -> None:
+    rng = np.random.default_rng(0)
+    contrast = rng.normal(size=8)
+    contrast /= np.linalg.norm(contrast)
+    side = np.where(rng.random(400) < 0.4, 1.0, -1.0)
+    gradients = 5.0 + side[:, None] * contrast + 0.1 * rng.normal(size=(400, 8))
+    # Examples of another latent differ much more, in another way.
+    other = 30 * rng.normal(size=(400, 1)) * rng.normal(size=8)
+    weights = np.concatenate([np.ones(400), np.full(400, 1e-9)])
+    axis = split_direction(np.concatenate([gradients, other]), weights)
+    assert np.linalg.norm(axis) == pytest.approx(1.0)
+    assert abs(axis @ contrast) > 0.999
+
+
+def test_the_latents_gradients_are_those_of_the_reconstruction_total(trained) -> None:
+    fixture, _ = trained
+    params = fixture.params()["model"]
+    latent, row = 1, fixture.vocabulary.latent_ids[1]
+    gradients = np.asarray(fixture.step.latent_gradients(params, fixture.batch, fixture.hyperparameters, latent))
+    assert gradients.shape == (len(fixture.batch["example_mask"]), 16)
+
+    def total(embedding: jax.Array, example: int) -> jax.Array:
+        moved = {**params, "embedding": params["embedding"].at[row].set(embedding)}
+        enumerated = fixture.step.enumerate_latents(moved, fixture.batch, fixture.hyperparameters)
+        return enumerated.reconstruction[example, latent]
+
+    for example in (0, 7):
+        expected = jax.grad(total)(params["embedding"][row], example)
+        np.testing.assert_allclose(gradients[example], expected, rtol=1e-4, atol=1e-6)
+    assert np.abs(gradients[0]).max() > 1e-3
+    assert not gradients[4].any(), "an example that supervises nothing moves nothing"
+
+
+def test_a_look_at_the_validation_set_draws_it_anew_only_in_time(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    config = load_config(path, {"output_dir": str(tmp_path)})
+    dataset = load_dataset(config)
+    directory, identity = claim_reference_directory(config, dataset)
+    prepared = prepare(Workplace(config, dataset, make_mesh(config)), directory, identity, Clock())
+    step, state = start_disentangling(prepared.place, prepared.reference)
+    c_base = prepared.reference.c_base
+    evaluator = Evaluator(step, make_hyperparameters(config, c_base), dataset, prepared.scores, prepared.place.mesh)
+    seen = []
+
+    def choice(log_q: np.ndarray, loss: np.ndarray) -> tuple[int, int]:
+        seen.append((log_q.shape, loss.shape))
+        return 1, 0
+
+    monkeypatch.setattr("surprisal_jax.evaluation.evaluate.latent_to_reseed", choice)
+    same, metrics = look_at_validation(evaluator, state, config, c_base, 11)
+    assert same is state and "reseeded_latent" not in metrics and not seen
+    new, metrics = look_at_validation(evaluator, state, config, c_base, 10)
+    assert seen == [((24, 3), (24, 3))]
+    assert (metrics["reseeded_latent"], metrics["reseeded_at_latent"]) == (1, 0)
+    rows = np.asarray(dataset.vocabulary.latent_ids)
+    before, after = (np.asarray(s.params["model"]["embedding"])[rows] for s in (state, new))
+    np.testing.assert_allclose(after[0] + after[1], 2 * before[0], rtol=1e-5, atol=1e-6)
+    assert np.abs(after[0] - after[1]).max() > 1e-4
+    np.testing.assert_array_equal(after[2], before[2])
 
 
 def optax_moment(opt_state: object, name: str) -> dict:

@@ -27,7 +27,7 @@ from surprisal_jax.evaluation.report import (
 from surprisal_jax.models.latent import suffix_start
 from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.training.progress import StageLog
-from surprisal_jax.training.reseed import latent_to_reseed, reseed_latent
+from surprisal_jax.training.reseed import latent_to_reseed, reseed_latent, split_direction
 from surprisal_jax.training.sharding import compile_over_data, put_batch
 from surprisal_jax.training.stages import evaluation_batch
 from surprisal_jax.training.state import TrainState
@@ -60,6 +60,7 @@ class Evaluator:
         self._hyperparameters = hyperparameters
         self._arrays = {**dataset.arrays, **scores}
         self._evaluate = compile_over_data(step.evaluate, mesh, batched=(False, True, False))
+        self._gradients = compile_over_data(step.latent_gradients, mesh, batched=(False, True, False, False))
         vocabulary = dataset.vocabulary
 
         def decode(params: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -95,6 +96,14 @@ class Evaluator:
         joined = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
         assert isinstance(joined, Evaluation)
         return joined
+
+    def latent_gradients(self, params: Mapping[str, Any], rows: np.ndarray, latent: int) -> np.ndarray:
+        """`LatentStep.latent_gradients` of the given rows, [N, D]."""
+        parts = []
+        for chunk in evaluation_rows(rows[:, None], self.batch_size):
+            batch = put_batch(gather(self._arrays, chunk), self._mesh)
+            parts.append(jax.device_get(self._gradients(params["model"], batch, self._hyperparameters, latent)))
+        return np.concatenate(parts)[: len(rows)]
 
     def decode(
         self, params: Mapping[str, Any], limit: int, report: Callable[[int], None] = lambda batches: None
@@ -305,9 +314,11 @@ def look_at_validation(
         log_q = evaluation.closed_form_log_posterior if closed_form else evaluation.log_posterior
         pair = latent_to_reseed(log_q, evaluation.raw_reconstruction_loss)
         if pair is not None:
-            key = jax.random.fold_in(state.rng, done)
-            state = reseed_latent(state, dataset.vocabulary.latent_ids, *pair, key)
-            metrics |= {"reseeded_latent": pair[0], "reseeded_at_latent": pair[1]}
+            target, source = pair
+            gradients = evaluator.latent_gradients(state.params, rows, source)
+            direction = split_direction(gradients, np.exp(log_q[:, source]))
+            state = reseed_latent(state, dataset.vocabulary.latent_ids, target, source, direction)
+            metrics |= {"reseeded_latent": target, "reseeded_at_latent": source}
     return state, metrics
 
 

@@ -22,8 +22,8 @@ from surprisal_jax.training.state import TrainState
 DEAD_SHARE = 0.1
 #: Two draws of z from the posterior of one example agree this often, given the first: 1/2 where two latents are equal.
 SETTLED_AGREEMENT = 0.6
-#: Scale of the noise that parts a re-seeded latent from its source, relative to the other tokens' embeddings.
-NOISE_SCALE = 0.1
+#: How far the two parts of a split latent move, relative to the other tokens' embeddings.
+SPLIT_SCALE = 0.1
 
 
 def latent_to_reseed(log_posterior: ArrayLike, reconstruction: ArrayLike) -> tuple[int, int] | None:
@@ -59,15 +59,40 @@ def latent_to_reseed(log_posterior: ArrayLike, reconstruction: ArrayLike) -> tup
     return target, source
 
 
-def reseed_latent(state: TrainState, latent_ids: Sequence[int], target: int, source: int, key: jax.Array) -> TrainState:
-    """`state` with the target's embedding at the source's, plus noise, and the optimizer's moments of its row as the
-    source's.
+def split_direction(gradients: ArrayLike, weights: ArrayLike) -> np.ndarray:
+    """The direction in which the examples of a latent disagree most about where its embedding should go.
+
+    At the optimum of a latent that two strategies share, their mean gradients are opposite: what is left of the loss is
+    what tells them apart.
+
+    Args:
+      gradients: [N, D], of each example's loss with respect to the embedding.
+      weights: [N], the posterior of the latent.
+
+    Returns:
+      [D], of length 1: the first principal axis of the weighted gradients.
+    """
+    gradients, weights = np.asarray(gradients, np.float64), np.asarray(weights, np.float64)
+    centred = gradients - np.average(gradients, axis=0, weights=weights)
+    _, _, axes = np.linalg.svd(np.sqrt(weights)[:, None] * centred, full_matrices=False)
+    axis: np.ndarray = axes[0]
+    return axis
+
+
+def reseed_latent(
+    state: TrainState, latent_ids: Sequence[int], target: int, source: int, direction: ArrayLike
+) -> TrainState:
+    """`state` with the target at the source's embedding, the two moved apart, and the optimizer's moments of the
+    target's row as the source's.
+
+    They move opposite ways. Were the source left where it is, the other would be a little worse for every example; a
+    posterior that a tenth of a nat decides would give it none, and it would die again.
 
     Args:
       state: parameters of the decoder under the key `model`.
       latent_ids: tokens of the latents.
       target, source: latents, as `latent_to_reseed` gives them.
-      key: of the noise.
+      direction: [D], of length 1.
     """
     to, at = latent_ids[target], latent_ids[source]
 
@@ -81,8 +106,9 @@ def reseed_latent(state: TrainState, latent_ids: Sequence[int], target: int, sou
 
     model = jax.tree_util.tree_map_with_path(copied, state.params["model"])
     embedding = model["embedding"]
-    spread = jnp.std(jnp.delete(embedding, jnp.asarray(latent_ids), axis=0, assume_unique_indices=True))
-    noise = NOISE_SCALE * spread * jax.random.normal(key, embedding.shape[1:])
-    model = {**model, "embedding": embedding.at[to].add(noise)}
+    others = jnp.delete(embedding, jnp.asarray(latent_ids), axis=0, assume_unique_indices=True)
+    length = SPLIT_SCALE * jnp.std(others) * embedding.shape[1] ** 0.5
+    apart = length * jnp.asarray(direction, embedding.dtype)
+    model = {**model, "embedding": embedding.at[to].add(apart).at[at].add(-apart)}
     moments = jax.tree_util.tree_map_with_path(copied, state.opt_state["model"])
     return replace(state, params={**state.params, "model": model}, opt_state={**state.opt_state, "model": moments})

@@ -255,6 +255,20 @@ class LatentStep:
             raw_reconstruction_loss=latent.terms.raw_reconstruction_loss,
         )
 
+    def latent_gradients(self, params: Any, batch: Batch, hyperparameters: Hyperparameters, latent: Array) -> Array:
+        """How each example would move one latent's embedding: the gradients of its reconstruction total under that
+        latent, [B, D], from stored scores."""
+        step = replace(self, online_reference=False)
+        row = jnp.asarray(self.latent_ids)[latent]
+
+        def reconstruction(embedding: Array, example: Batch) -> Array:
+            moved = {**params, "embedding": params["embedding"].at[row].set(embedding)}
+            enumerated = step.enumerate_latents(moved, jax.tree.map(lambda x: x[None], example), hyperparameters)
+            return enumerated.reconstruction[0, latent]
+
+        gradients: Array = jax.vmap(jax.grad(reconstruction), (None, 0))(params["embedding"][row], batch)
+        return gradients
+
     def reference_scores(self, batch: Batch, reference_params: Any) -> dict[str, Array]:
         """What the weights need of the reference, on z-free positions [B, S-1]: stored in the batch, or the frozen
         reference run inside this program."""
