@@ -60,7 +60,7 @@ class Reader(HTMLParser):
 
 
 def summary():
-    names = list(report._EXPLANATIONS)
+    names = list(report.METRICS)
     return {
         **{name: 0.5 + i / 1000 for i, name in enumerate(names)},
         "strategy_token_share": None,
@@ -191,7 +191,7 @@ def test_every_metric_has_its_value_interval_and_explanation():
         assert " ".join(f"{row.name} {row.meaning}".split()) in table.replace(row.name, f"{row.name} ")
         assert read.of("th", id=row.name)
     cells = read.texts("td", class_="interval")
-    assert len(cells) == len(report._EXPLANATIONS) + 1
+    assert len(cells) == len(report.METRICS) + 1
     assert cells.count("0.250 to 0.750") == 5
     numbers = read.texts("td", class_="number")
     assert numbers[:2] == ["0.500", "0.501"] and numbers[13:15] == ["n/a", "0.125"]
@@ -291,7 +291,7 @@ def test_a_summary_without_anything():
 
 
 def test_a_task_without_strategies_and_metrics_that_are_none():
-    names = report._EXPLANATIONS
+    names = report.METRICS
     without = summary() | dict.fromkeys(names) | {"latents_by_strategies": None, "latent_strategies": {}}
     without |= {"strategies": [], "intervals_95": dict.fromkeys(names)}
     _, read = built(without)

@@ -386,9 +386,9 @@ def test_summary_says_when_collapse_is_the_optimum():
 
 @pytest.mark.parametrize("beta", [0.1, 0.2])
 def test_summary_fits_a_small_terminal(beta):
-    summary = dict.fromkeys(report._EXPLANATIONS, 0.123456) | {"beta": beta}
-    summary["intervals_95"] = dict.fromkeys(report._EXPLANATIONS, (0.1, 0.2))
+    summary = dict.fromkeys(report.METRICS, 0.123456) | {"beta": beta}
+    summary["intervals_95"] = dict.fromkeys(report.METRICS, (0.1, 0.2))
     lines = printed(summary).splitlines()
     assert max(map(len, lines)) <= 80
     # Two lines a metric, none wrapped: title, blank, header, rule, and a blank at the end.
-    assert len(lines) == 2 * len(report._EXPLANATIONS) + 5
+    assert len(lines) == 2 * len(report.METRICS) + 5

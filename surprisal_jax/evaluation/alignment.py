@@ -92,7 +92,7 @@ def one_to_one_alignment(credit: Floats) -> tuple[float, LatentMap]:
       smallest strategy index, then latent 1, and so on; staying unmapped comes last.
     """
     _require_credit(credit)
-    return one_to_one_value(credit), _best_map(credit.sum(axis=0, dtype=np.float64))
+    return one_to_one_value(credit), best_map(credit.sum(axis=0, dtype=np.float64))
 
 
 def local_coverage(credit: Floats) -> Floats:
@@ -148,7 +148,7 @@ def best_map_alignment(
             raise ValueError(f"{name} must lie in [0, {size}), found {values.min()} to {values.max()}")
     table = np.zeros((num_latents, num_strategies))
     np.add.at(table, (latents, strategy_index), 1.0)
-    return _best_total(table) / latents.size, _best_map(table)
+    return _best_total(table) / latents.size, best_map(table)
 
 
 def bag_of_tokens_accuracy(
@@ -420,7 +420,7 @@ def _best_total(table: Floats) -> float:
     return float(table[linear_sum_assignment(table, maximize=True)].sum())
 
 
-def _best_map(table: Floats) -> LatentMap:
+def best_map(table: Floats) -> LatentMap:
     """The best selection that comes first in the order of strategies per latent, unmapped last.
 
     The solver's own choice among equals depends on its pivoting and on rounding in the last digit; the order

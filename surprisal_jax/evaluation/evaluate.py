@@ -19,6 +19,7 @@ from surprisal_jax.dataset import Dataset
 from surprisal_jax.evaluation import alignment
 from surprisal_jax.evaluation.decode import decode_branches
 from surprisal_jax.evaluation.report import (
+    METRICS,
     TokenRow,
     write_latents_by_strategies,
     write_token_heat_map,
@@ -256,25 +257,9 @@ def measure(
         )
     metrics["rho_recon"] = rho_recon(validation, c_base)
     metrics.update(weighting)
-    names = [
-        "alignment_one_to_one",
-        "local_strategy_coverage_mean",
-        "local_strategy_full_coverage_rate",
-        "mean_overall_final_answer_accuracy",
-        "sampled_final_answer_accuracy",
-        "posterior_alignment",
-        "posterior_alignment_best_map",
-        "closed_form_posterior_alignment",
-        "closed_form_posterior_alignment_best_map",
-        "rho_recon",
-        "permuted_latent_control",
-        "bag_of_tokens_accuracy",
-        "collapse_threshold",
-        "strategy_token_share",
-    ]
     return Report(
-        {name: metrics.get(name) for name in names},
-        {name: intervals.get(name) for name in names},
+        {name: metrics.get(name) for name in METRICS},
+        {name: intervals.get(name) for name in METRICS},
         mapping,
         table,
         test.weighting,

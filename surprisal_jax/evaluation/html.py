@@ -107,6 +107,7 @@ thead th{color:var(--faint);font-size:.875rem;font-weight:600}
 .shares td.mapped{outline:.2rem solid var(--ink);outline-offset:.05rem;font-weight:700}
 .hidden{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem 2rem}
+.panels.wide{grid-template-columns:1fr;max-width:36rem}
 .panels svg{display:block;width:100%;height:auto}
 .panels svg *{stroke-linejoin:round}
 .panels text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
@@ -131,6 +132,7 @@ summary{cursor:pointer;padding:.25rem 0}
 @media (max-width:34rem){
 .metrics .number,.metrics .interval{font-size:.875rem;line-height:1.7}
 .metrics .interval{white-space:normal;min-width:4.5rem;padding-right:0}
+.settings tbody th{min-width:6.5rem;max-width:8rem;font-size:.875rem}
 .shares{border-spacing:.2rem;font-size:.875rem}
 .shares th,.shares td,.shares thead th{padding:.5rem .2rem;min-width:3.25rem}
 .shares thead th{font-size:.8125rem}

@@ -133,8 +133,23 @@ def _latents_by_strategies(summary: Mapping[str, Any]) -> Html:
     strategies = [str(name) for name in summary.get("strategies") or ()]
     if table is None or not strategies:
         return section(title, paragraph("No strategies are known for this task, so no latent is compared to any."))
-    shares = np.asarray(table, np.float64).reshape(-1, len(strategies))
     meanings = {int(latent): str(name) for latent, name in (summary.get("latent_strategies") or {}).items()}
+    note = (
+        "Share of the held-out x on which the answer under a forced latent follows a strategy; an answer that fits "
+        "several counts in parts, and “none” is what fits no strategy. Outlined: the best one-to-one map."
+    )
+    return section(title, paragraph(note, look="faint small"), *shares_table(table, strategies, meanings))
+
+
+def shares_table(table: Any, strategies: Sequence[str], meanings: Mapping[int, str]) -> tuple[Html, Html]:
+    """What each latent writes, as a table of shaded shares, and what the table says in sentences.
+
+    Args:
+      table: [K, S], the share of answers under latent k that follow strategy s.
+      strategies: the S names.
+      meanings: latent -> strategy, of the mapped ones.
+    """
+    shares = np.asarray(table, np.float64).reshape(-1, len(strategies))
     head = [tag("td"), *(column(breakable(name)) for name in strategies), column(tag("em", "none"))]
     rows = []
     for latent, row in enumerate(shares.tolist()):
@@ -146,13 +161,9 @@ def _latents_by_strategies(summary: Mapping[str, Any]) -> Html:
         none = _none_share(row)
         cells.append(tag("td", share_text(none), class_=level_class(none, "grey")))
         rows.append(cells)
-    note = (
-        "Share of the held-out x on which the answer under a forced latent follows a strategy; an answer that fits "
-        "several counts in parts, and “none” is what fits no strategy. Outlined: the best one-to-one map."
-    )
     picture = scrolling(data_table(head, rows, "shares"), "shares of the strategies by latent")
     sentences = tag("ul", *lines(tag("li", s) for s in _mapping_sentences(shares, strategies, meanings)))
-    return section(title, paragraph(note, look="faint small"), picture, sentences)
+    return picture, sentences
 
 
 def _none_share(row: Any) -> float:

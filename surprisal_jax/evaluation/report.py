@@ -406,7 +406,8 @@ def token_heat_map_figure(rows: Sequence[tuple[str, Sequence[str], ArrayLike, Ar
 
 # ---- the terminal
 
-_EXPLANATIONS = {
+#: Every metric of a run and what it says, in the order in which tables have them.
+METRICS: Mapping[str, str] = {
     "alignment_one_to_one": "answers that follow the strategy of their latent",
     "permuted_latent_control": "the same, latents shuffled per x: must be at chance",
     "bag_of_tokens_accuracy": "strategies told by counting the tokens of y",
@@ -435,12 +436,12 @@ class MetricRow(NamedTuple):
 
 def metric_rows(summary: Mapping[str, Any]) -> list[MetricRow]:
     """The metrics of a summary that have an explanation, in its order. The argument is that of `print_summary`."""
-    return [metric_row(summary, name) for name in _EXPLANATIONS if name in summary]
+    return [metric_row(summary, name) for name in METRICS if name in summary]
 
 
 def metric_row(summary: Mapping[str, Any], name: str) -> MetricRow:
     """One metric of a summary; a value that is missing or no number is written n/a."""
-    value, meaning = summary.get(name), _EXPLANATIONS.get(name, "")
+    value, meaning = summary.get(name), METRICS.get(name, "")
     if name == "collapse_threshold" and is_number(value) and is_number(summary.get("beta")):
         beta = summary["beta"]
         relation, verdict = (">", "pays off") if value > beta else ("<=", "collapses")

@@ -11,7 +11,7 @@ from pathlib import Path
 from surprisal_jax.config import InputError, run_identity
 from surprisal_jax.study.plan import PLAN, SETTINGS, Member, configuration, members
 from surprisal_jax.study.runner import run_units
-from surprisal_jax.study.table import current_rows
+from surprisal_jax.study.table import current_rows, read_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs settings x tasks x seeds of surprisal_jax/study/plan.py that have no row yet, and adds "
         "their rows. Stopped or killed, the same command goes on.",
     )
-    parser.add_argument("--output", default="docs/study", metavar="DIRECTORY", help="CSV files [docs/study]")
+    parser.add_argument("--output", default="docs/study", metavar="DIRECTORY", help="CSV files and report [docs/study]")
     parser.add_argument("--runs", default="runs", metavar="DIRECTORY", help="references and their scores [runs]")
     parser.add_argument("--block", choices=[block.name for block in PLAN], action="append", help="only this block")
     parser.add_argument("--setting", choices=list(SETTINGS), action="append", help="only this setting")
@@ -59,7 +59,19 @@ def _study(arguments: argparse.Namespace) -> int:
             units.setdefault(key, []).append(member)
     print(f"{len(wanted)} runs, {len(done)} done; {len(units)} references to go on {arguments.workers} workers")
     run_units(list(units.values()), Path(arguments.runs), output, arguments.workers, arguments.hours)
+    _write_page(output, arguments.runs)
     return 0
+
+
+def _write_page(output: Path, runs: str) -> None:
+    """The report over all blocks, whatever this call ran."""
+    from surprisal_jax.study.page import write_study_page
+
+    identities = {member: run_identity(configuration(member, runs)) for member in members()}
+    rows = {member: found[-1] for member, found in current_rows(output / "results.csv", identities).items()}
+    output.mkdir(parents=True, exist_ok=True)
+    write_study_page(output / "index.html", rows, read_rows(output / "curves.csv"))
+    print(f"report in {output / 'index.html'}")
 
 
 if __name__ == "__main__":

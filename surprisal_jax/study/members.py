@@ -15,9 +15,10 @@ from surprisal_jax import __version__
 from surprisal_jax.config import ExperimentConfig, ReconstructionLossConfig, run_identity
 from surprisal_jax.dataset import load_dataset
 from surprisal_jax.evaluation.evaluate import Evaluator, evaluate_run, look_at_validation
+from surprisal_jax.evaluation.report import METRICS
 from surprisal_jax.run import Clock, claim_reference_directory, judge_weighting, prepare
 from surprisal_jax.study.plan import Member
-from surprisal_jax.study.table import CURVE_COLUMNS, METRICS, RESULT_COLUMNS, SECONDS, append_rows
+from surprisal_jax.study.table import CURVE_COLUMNS, RESULT_COLUMNS, SECONDS, append_rows
 from surprisal_jax.training.sharding import compile_over_data, make_mesh, put_batch, put_replicated
 from surprisal_jax.training.stages import Workplace, latent_batch_at, start_disentangling
 from surprisal_jax.training.step import make_hyperparameters

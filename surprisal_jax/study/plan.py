@@ -49,8 +49,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
             "reconstruction.token_weighted_weight": 0.0,
             f"reconstruction.{term}_weight": 3.0,
         }
+        # Raw alone is "token weight 0".
         for term in (
-            "raw",
             "baseline_normalized",
             "example_normalized",
             "token_weighted",
@@ -73,13 +73,16 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 _EVERYWHERE = ("default", "scope example", "token weight 0", "amortized")
-_ABLATIONS = tuple(name for name in SETTINGS if name not in _EVERYWHERE)
 
-PLAN = (
-    Block("the recipe, frozen", ("default", "scope example"), TASK_NAMES, tuple(range(10, 15))),
-    Block("everywhere", _EVERYWHERE, TASK_NAMES, tuple(range(5))),
-    Block("ablations", _ABLATIONS, ("grid_pathfinding", "sorting_algorithms"), tuple(range(3))),
+FROZEN = Block("the recipe, frozen", ("default", "scope example"), TASK_NAMES, tuple(range(10, 15)))
+EVERYWHERE = Block("everywhere", _EVERYWHERE, TASK_NAMES, tuple(range(5)))
+ABLATIONS = Block(
+    "ablations",
+    tuple(name for name in SETTINGS if name not in _EVERYWHERE),
+    ("grid_pathfinding", "sorting_algorithms"),
+    tuple(range(3)),
 )
+PLAN = (FROZEN, EVERYWHERE, ABLATIONS)
 
 
 def members(blocks: tuple[Block, ...] = PLAN) -> Iterator[Member]:

@@ -9,23 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from surprisal_jax.evaluation.report import METRICS
 from surprisal_jax.study.plan import Member
 
-METRICS = (
-    "alignment_one_to_one",
-    "local_strategy_coverage_mean",
-    "local_strategy_full_coverage_rate",
-    "mean_overall_final_answer_accuracy",
-    "sampled_final_answer_accuracy",
-    "posterior_alignment",
-    "posterior_alignment_best_map",
-    "closed_form_posterior_alignment",
-    "rho_recon",
-    "permuted_latent_control",
-    "collapse_threshold",
-    "strategy_token_share",
-    "bag_of_tokens_accuracy",
-)
 SECONDS = ("reference", "sample", "score", "disentangle", "evaluate")
 #: `identity` is that of the run's configuration; `members` share the seconds of the disentangle stage.
 RESULT_COLUMNS = (

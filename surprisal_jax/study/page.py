@@ -1,0 +1,572 @@
+"""The report of the study: one HTML file that loads nothing, made from the two tables alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from surprisal_jax.evaluation.alignment import best_map
+from surprisal_jax.evaluation.html import (
+    Html,
+    breakable,
+    column,
+    data_table,
+    document,
+    inline_svg,
+    level_class,
+    lines,
+    paragraph,
+    row_head,
+    scrolling,
+    section,
+    tag,
+)
+from surprisal_jax.evaluation.page import shares_table
+from surprisal_jax.evaluation.report import COLOURS, METRICS, STYLES
+from surprisal_jax.files import write_text
+from surprisal_jax.study.plan import ABLATIONS, EVERYWHERE, FROZEN, PLAN, Member, members
+from surprisal_jax.study.table import SECONDS
+from surprisal_jax.tasks import TASK_NAMES, get_task
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, str]
+Rows = Mapping[Member, Row]
+
+ALIGNMENT = "alignment_one_to_one"
+COVERAGE = "local_strategy_coverage_mean"
+ACCURACY = "sampled_final_answer_accuracy"
+#: What makes the tables and this page, over as many sittings as it takes.
+COMMAND = "make study"
+#: What the recipe has to reach in every run.
+ALIGNED, COVERED, RIGHT = 0.95, 0.98, 0.98
+#: A posterior with less than this of the reference's loss explained has collapsed.
+COLLAPSED_RHO = 0.9
+
+
+def write_study_page(path: Path, rows: Rows, curves: Iterable[Row]) -> None:
+    """Write the page of `study_page`, which has the arguments, whole or not at all."""
+    write_text(path, study_page(rows, curves))
+
+
+def study_page(rows: Rows, curves: Iterable[Row]) -> str:
+    """The page as text, the same for the same arguments.
+
+    Args:
+      rows: lines of `results.csv` by member, those that the plan asks for.
+      curves: lines of `curves.csv`; those of other members are left out.
+    """
+    planned = list(members())
+    done = {member: rows[member] for member in planned if member in rows}
+    points = _points(done, curves)
+    parts = [
+        _header(done, len(planned)),
+        _worth(done),
+        _frozen(done),
+        _differences(done),
+        _alignments(done),
+        _over_steps(points),
+        _time_to_aligned(points),
+        _collapse(done),
+        _token_share(done),
+        _other_k(done),
+        _controls(done),
+        _time(done),
+        _every_run(done),
+    ]
+    return document("surprisal_jax: the study", parts)
+
+
+# ---- numbers
+
+
+def number(row: Row, name: str) -> float | None:
+    """A value of a row; None where it is undefined."""
+    return float(row[name]) if row.get(name) else None
+
+
+class Difference(NamedTuple):
+    """A mean over pairs with its 95% bootstrap interval, which is None below three pairs."""
+
+    pairs: int
+    mean: float
+    interval: tuple[float, float] | None
+
+
+def paired_difference(
+    rows: Rows, setting: str, other: str, name: str, where: Callable[[Member], bool] = lambda member: True
+) -> Difference | None:
+    """`setting` minus `other` over the tasks and seeds that have both; None where none has.
+
+    The interval is the percentile bootstrap over pairs. Within a task, seeds are exchangeable; so are tasks, for what
+    is said of all of them.
+    """
+    differences = []
+    for member, row in rows.items():
+        pair = rows.get(Member(member.task, member.seed, other))
+        if member.setting != setting or pair is None or not where(member):
+            continue
+        value, compared = number(row, name), number(pair, name)
+        if value is not None and compared is not None:
+            differences.append(value - compared)
+    if not differences:
+        return None
+    values = np.asarray(differences)
+    if len(values) < 3:
+        return Difference(len(values), float(values.mean()), None)
+    drawn = np.random.default_rng(0).integers(len(values), size=(9999, len(values)))
+    low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
+    return Difference(len(values), float(values.mean()), (float(low), float(high)))
+
+
+def steps_to_aligned(points: Sequence[tuple[int, float]]) -> int | None:
+    """The first step at which the posterior told the strategies of 95% of the validation set; None: at none."""
+    return next((step for step, value in points if value >= ALIGNED), None)
+
+
+def _points(rows: Rows, curves: Iterable[Row]) -> dict[Member, list[tuple[int, float]]]:
+    """(step, posterior alignment on validation) of every member."""
+    points: dict[Member, list[tuple[int, float]]] = {}
+    for line in curves:
+        member = Member(line["task"], int(line["seed"]), line["setting"])
+        if member in rows and rows[member]["identity"] == line["identity"] and line["posterior_alignment"]:
+            points.setdefault(member, []).append((int(line["step"]), float(line["posterior_alignment"])))
+    return points
+
+
+# ---- markup
+
+
+def _text(value: float | None, pattern: str = ".3f") -> str:
+    return "n/a" if value is None else format(value, pattern)
+
+
+def _difference_cells(difference: Difference | None) -> list[Html]:
+    if difference is None:
+        return [tag("td", "n/a", class_="number"), tag("td"), tag("td", "0", class_="number")]
+    low_high = difference.interval
+    interval = "" if low_high is None else f"{low_high[0]:+.3f} to {low_high[1]:+.3f}"
+    return [
+        tag("td", f"{difference.mean:+.3f}", class_="number"),
+        tag("td", interval, class_="interval"),
+        tag("td", str(difference.pairs), class_="number"),
+    ]
+
+
+def _sentence(difference: Difference | None) -> str:
+    if difference is None:
+        return "not run yet"
+    text = f"{difference.mean:+.3f}"
+    if difference.interval is not None:
+        text += f" (95% interval {difference.interval[0]:+.3f} to {difference.interval[1]:+.3f})"
+    return f"{text} over {difference.pairs} pairs"
+
+
+def _header(rows: Rows, planned: int) -> Html:
+    versions = sorted({f"surprisal_jax {row['surprisal_jax']}, jax {row['jax']}" for row in rows.values()})
+    facts = {
+        "runs": f"{len(rows)} of {planned}",
+        "command": COMMAND,
+        "versions": "; ".join(versions) or "n/a",
+        "data": "results.csv and curves.csv, beside this page",
+    }
+    terms = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()]
+    missing = None
+    if len(rows) < planned:
+        missing = paragraph(f"{planned - len(rows)} planned runs have no row yet; nothing here is about them.")
+    parts = [tag("h1", "Which strategy is which latent?"), tag("dl", *terms, class_="facts"), missing]
+    return tag("header", *lines(part for part in parts if part is not None))
+
+
+#: What is taken away, and the pairs of settings that differ in it alone.
+PARTS = (
+    ("token weighting", (("default", "token weight 0"), ("scope example", "example, token weight 0"))),
+    ("the closed-form posterior", (("default", "amortized"), ("scope example", "amortized, example"))),
+    ("persistence, groups of two", (("default", "scope example"), ("amortized", "amortized, example"))),
+)
+
+
+def _worth(rows: Rows) -> Html:
+    title = "What each part is worth"
+    note = (
+        f"Differences in {ALIGNMENT} between two settings that differ in one part, paired by task and seed. Token "
+        "weight 0 has the same total reconstruction weight. Intervals: 95%, bootstrap over pairs."
+    )
+    head = [
+        column("part"),
+        column("with, against without"),
+        column("task"),
+        column("difference", look="number"),
+        column("95% interval"),
+        column("pairs", look="number"),
+    ]
+    sentences, body = [], []
+    for part, comparisons in PARTS:
+        for setting, other in comparisons:
+            overall = paired_difference(rows, setting, other, ALIGNMENT)
+            if overall is None:
+                continue
+            sentences.append(f"{part} ({setting} against {other}): {_sentence(overall)}")
+            body.append(
+                [row_head(part), tag("td", f"{setting}, {other}"), tag("td", "all"), *_difference_cells(overall)]
+            )
+            for task in TASK_NAMES:
+                of_task = paired_difference(rows, setting, other, ALIGNMENT, _task_is(task))
+                if of_task is not None:
+                    cells = [row_head(part), tag("td", f"{setting}, {other}"), tag("td", breakable(task))]
+                    body.append(cells + _difference_cells(of_task))
+    if not body:
+        return section(title, paragraph("No two settings that differ in one part have been run."))
+    answer = tag("ul", *lines(tag("li", sentence) for sentence in sentences))
+    table = scrolling(data_table(head, body), "differences by task")
+    return section(title, paragraph(note, look="faint small"), answer, tag("details", tag("summary", "by task"), table))
+
+
+def _task_is(task: str) -> Callable[[Member], bool]:
+    return lambda member: member.task == task
+
+
+def _frozen(rows: Rows) -> Html:
+    title = f"The frozen recipe, on seeds {FROZEN.seeds[0]} to {FROZEN.seeds[-1]}"
+    note = (
+        "Developed on seeds 0 to 4, then frozen; these seeds were run once. A cell has alignment and sampled accuracy "
+        "(scope example: coverage besides), shaded by the alignment."
+    )
+    parts: list[Html] = [paragraph(note, look="faint small")]
+    for setting in FROZEN.settings:
+        of_setting = {m: rows[m] for m in rows if m.setting == setting and m.seed in FROZEN.seeds}
+        planned = len(FROZEN.tasks) * len(FROZEN.seeds)
+        parts.append(tag("h3", setting))
+        if not of_setting:
+            parts.append(paragraph("Not run yet."))
+            continue
+        parts.append(_counts(of_setting, planned))
+        head = [column("task"), *(column(f"seed {seed}", look="number") for seed in FROZEN.seeds)]
+        body = []
+        for task in FROZEN.tasks:
+            cells = [row_head(breakable(task))]
+            for seed in FROZEN.seeds:
+                row = of_setting.get(Member(task, seed, setting))
+                cells.append(tag("td", "-") if row is None else _frozen_cell(row, setting == "scope example"))
+            body.append(cells)
+        parts.append(scrolling(data_table(head, body, "shares"), f"frozen recipe, {setting}"))
+    return section(title, *parts)
+
+
+def _frozen_cell(row: Row, with_coverage: bool) -> Html:
+    names = (ALIGNMENT, COVERAGE, ACCURACY) if with_coverage else (ALIGNMENT, ACCURACY)
+    values = [number(row, name) for name in names]
+    shown: list[object] = []
+    for value in values:
+        shown += [Html("<br>")] if shown else []
+        shown.append(_text(value))
+    return tag("td", *shown, class_=level_class(values[0] or 0.0))
+
+
+def _counts(rows: Rows, planned: int) -> Html:
+    def reached(name: str, least: float) -> str:
+        values = [value for row in rows.values() if (value := number(row, name)) is not None]
+        lowest = f", the lowest {min(values):.3f}" if values else ""
+        return f"{name} is at least {least:g} in {sum(v >= least for v in values)} of {len(rows)} runs{lowest}."
+
+    texts = [reached(ALIGNMENT, ALIGNED), reached(COVERAGE, COVERED), reached(ACCURACY, RIGHT)]
+    if len(rows) < planned:
+        texts.append(f"{planned - len(rows)} of {planned} are not run yet.")
+    return tag("ul", *lines(tag("li", text) for text in texts))
+
+
+def _differences(rows: Rows) -> Html:
+    title = "Every setting against the default"
+    head = [
+        column("setting"),
+        *(
+            cell
+            for name in ("alignment", "accuracy")
+            for cell in (column(name, look="number"), column("95% interval"), column("pairs", look="number"))
+        ),
+    ]
+    body = []
+    for setting in dict.fromkeys((*EVERYWHERE.settings, *ABLATIONS.settings)):
+        if setting == "default":
+            continue
+        alignment = paired_difference(rows, setting, "default", ALIGNMENT)
+        if alignment is not None:
+            accuracy = paired_difference(rows, setting, "default", ACCURACY)
+            body.append([row_head(breakable(setting)), *_difference_cells(alignment), *_difference_cells(accuracy)])
+    if not body:
+        return section(title, paragraph("Nothing to compare yet."))
+    note = (
+        "The setting minus the default, paired by task and seed, over all that have both. With another K the alignment "
+        "counts differently: two latents reach at most 2/3 of three strategies."
+    )
+    return section(title, paragraph(note, look="faint small"), scrolling(data_table(head, body, "settings"), title))
+
+
+def _settings_of(rows: Rows) -> list[str]:
+    known = dict.fromkeys((*EVERYWHERE.settings, *ABLATIONS.settings))
+    return [setting for setting in known if any(member.setting == setting for member in rows)]
+
+
+def _alignments(rows: Rows) -> Html:
+    title = "Alignment of every run"
+    settings = _settings_of(rows)
+    if not settings:
+        return section(title, paragraph("No runs yet."))
+
+    def draw(axes: Axes) -> None:
+        for index, task in enumerate(TASK_NAMES):
+            points = [
+                (number(row, ALIGNMENT), settings.index(member.setting) + 0.12 * (index - 2.5))
+                for member, row in rows.items()
+                if member.task == task
+            ]
+            if points:
+                values, heights = zip(*points, strict=True)
+                colour = COLOURS[1 + index]
+                axes.plot(values, heights, "o", ms=3, color=colour, mfc="none", label=task)
+        axes.set_yticks(range(len(settings)), settings, fontsize=6)
+        axes.set_ylim(len(settings) - 0.4, -0.6)
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_xlabel(ALIGNMENT, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(True, axis="x", color="0.92", lw=0.7)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+
+    picture = inline_svg(draw, (3.8, 0.6 + 0.2 * len(settings)), f"{title}; the table below has them", "alignments")
+    return section(title, _task_legend(), tag("div", picture, class_="panels wide"))
+
+
+def _task_legend() -> Html:
+    swatches = []
+    for index, task in enumerate(TASK_NAMES):
+        dot = tag("circle", cx=6, cy=6, r=4, fill="none", stroke=f"var(--curve-{1 + index})", stroke_width=2)
+        swatches.append(tag("span", tag("svg", dot, viewBox="0 0 12 12", width=12, height=12), " ", breakable(task)))
+    return tag("p", *swatches, class_="legend small")
+
+
+def _over_steps(points: Mapping[Member, list[tuple[int, float]]]) -> Html:
+    title = "Alignment over steps"
+    figures = []
+    for task in TASK_NAMES:
+        of_task = {member: line for member, line in points.items() if member.task == task}
+        drawn = {m: line for m, line in of_task.items() if m.setting in EVERYWHERE.settings and m.seed in range(5)}
+        if drawn:
+            figures.append(tag("div", tag("h3", breakable(task)), _curves_svg(task, drawn)))
+    if not figures:
+        return section(title, paragraph("No curves yet."))
+    note = "The posterior network against the strategies on the validation set, under its best map; a line a seed."
+    legend = []
+    for index, setting in enumerate(EVERYWHERE.settings):
+        line = tag("line", x1=0, y1=6, x2=24, y2=6, stroke=f"var(--curve-{index})", stroke_width=2)
+        legend.append(tag("span", tag("svg", line, viewBox="0 0 24 12", width=24, height=12), " ", setting))
+    parts = [paragraph(note, look="faint small"), tag("p", *legend, class_="legend small")]
+    return section(title, *parts, tag("div", *lines(figures), class_="panels"))
+
+
+def _curves_svg(task: str, curves: Mapping[Member, list[tuple[int, float]]]) -> Html:
+    def draw(axes: Axes) -> None:
+        for member, line in curves.items():
+            index = EVERYWHERE.settings.index(member.setting)
+            steps, values = zip(*line, strict=True)
+            axes.plot(steps, values, color=COLOURS[index], ls=STYLES[index], lw=1, alpha=0.8)
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_xlabel("step", fontsize=8)
+        axes.set_ylabel("posterior alignment", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(True, color="0.92", lw=0.7)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+
+    return inline_svg(draw, (3.8, 2.3), f"posterior alignment by step, {task}", f"curves {task}")
+
+
+def _time_to_aligned(points: Mapping[Member, list[tuple[int, float]]]) -> Html:
+    title = f"Steps until the posterior alignment is {ALIGNED:g}"
+    head = [
+        column("setting"),
+        column("runs", look="number"),
+        column("reached it", look="number"),
+        column("median step of these", look="number"),
+        column("latest", look="number"),
+    ]
+    body = []
+    for setting in dict.fromkeys((*EVERYWHERE.settings, *ABLATIONS.settings)):
+        firsts = [steps_to_aligned(line) for member, line in points.items() if member.setting == setting]
+        reached = sorted(step for step in firsts if step is not None)
+        if firsts:
+            middle = f"{statistics.median(reached):g}" if reached else "never"
+            latest = str(reached[-1]) if reached else "never"
+            cells = [str(len(firsts)), str(len(reached)), middle, latest]
+            body.append([row_head(breakable(setting)), *(tag("td", cell, class_="number") for cell in cells)])
+    if not body:
+        return section(title, paragraph("No curves yet."))
+    return section(title, scrolling(data_table(head, body, "settings"), title))
+
+
+def _scatter(
+    rows: Rows, x: Callable[[Row], float | None], xlabel: str, salt: str, logarithmic: bool, mark: float | None
+) -> Html:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    def draw(axes: Axes) -> None:
+        for index, task in enumerate(TASK_NAMES):
+            pairs = [
+                (at, value)
+                for member, row in rows.items()
+                if member.task == task and (at := x(row)) is not None and (value := number(row, ALIGNMENT)) is not None
+            ]
+            if pairs:
+                horizontal, vertical = zip(*pairs, strict=True)
+                axes.plot(horizontal, vertical, "o", ms=3, color=COLOURS[1 + index], mfc="none")
+        if logarithmic:
+            axes.set_xscale("log")
+            # Powers as the formatter writes them are pictures of letters, which inline pictures have not.
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        if mark is not None:
+            axes.axvline(mark, color="#999999", lw=0.8)
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_xlabel(xlabel, fontsize=8)
+        axes.set_ylabel(ALIGNMENT, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(True, color="0.92", lw=0.7)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+
+    picture = inline_svg(draw, (3.8, 2.5), f"{ALIGNMENT} by {xlabel}", salt)
+    return tag("div", picture, class_="panels wide")
+
+
+def _collapse(rows: Rows) -> Html:
+    title = "Collapse against the collapse threshold"
+    known = {m: row for m, row in rows.items() if number(row, "collapse_threshold") is not None}
+    if not known:
+        return section(title, paragraph("No runs yet."))
+    beta = 0.1
+    head = [
+        column("collapse threshold"),
+        column("runs", look="number"),
+        column("collapsed", look="number"),
+        column("share", look="number"),
+    ]
+    bounds = (0.0, beta, 3 * beta, 10 * beta, float("inf"))
+    body = []
+    for low, high in itertools.pairwise(bounds):
+        inside = [row for row in known.values() if low <= (number(row, "collapse_threshold") or 0.0) < high]
+        collapsed = sum((number(row, "rho_recon") or 0.0) > COLLAPSED_RHO for row in inside)
+        name = f"{low:g} to {high:g}" if high < float("inf") else f"{low:g} and more"
+        share = f"{collapsed / len(inside):.2f}" if inside else "n/a"
+        cells = [str(len(inside)), str(collapsed), share]
+        body.append([row_head(name), *(tag("td", cell, class_="number") for cell in cells)])
+    note = (
+        f"The threshold is known before training: below beta = {beta:g} (the line) ignoring z is the optimum. "
+        f"Collapsed: rho_recon above {COLLAPSED_RHO:g}, so that z explains hardly anything. Above beta, not collapsing "
+        "pays; whether training gets there is another matter."
+    )
+    picture = _scatter(
+        known, lambda row: number(row, "collapse_threshold"), "collapse threshold", "collapse", True, beta
+    )
+    return section(title, paragraph(note, look="faint small"), _task_legend(), picture, data_table(head, body))
+
+
+def _token_share(rows: Rows) -> Html:
+    title = "Token weight on revealing positions against alignment"
+    if not rows:
+        return section(title, paragraph("No runs yet."))
+    note = "strategy_token_share: the share of pi on the positions where the strategies part, before training."
+    picture = _scatter(
+        rows, lambda row: number(row, "strategy_token_share"), "strategy_token_share", "share", False, None
+    )
+    return section(title, paragraph(note, look="faint small"), _task_legend(), picture)
+
+
+def _other_k(rows: Rows) -> Html:
+    title = "Two and five latents for three strategies"
+    parts: list[Html] = []
+    for setting in ("K = 2", "K = 5"):
+        for member, row in rows.items():
+            if member.setting == setting and row.get("latents_by_strategies"):
+                strategies = get_task(member.task).strategies
+                table = np.asarray(json.loads(row["latents_by_strategies"]), np.float64)
+                meanings = {latent: strategies[s] for latent, s in best_map(table)}
+                coverage = _text(number(row, COVERAGE))
+                parts.append(tag("h3", f"{setting}, {member.task}, seed {member.seed}; coverage {coverage}"))
+                parts += shares_table(table, strategies, meanings)
+    if not parts:
+        return section(title, paragraph("Not run yet."))
+    return section(title, *parts)
+
+
+def _controls(rows: Rows) -> Html:
+    title = "Controls"
+    values = sorted(v for row in rows.values() if (v := number(row, "permuted_latent_control")) is not None)
+    bags = {
+        task: sorted({v for m, row in rows.items() if m.task == task and (v := number(row, "bag_of_tokens_accuracy"))})
+        for task in TASK_NAMES
+    }
+    if not values:
+        return section(title, paragraph("No runs yet."))
+    items = [
+        f"permuted_latent_control, {METRICS['permuted_latent_control']}: {values[0]:.3f} to {values[-1]:.3f} "
+        f"in {len(values)} runs."
+    ]
+    items += [
+        f"bag_of_tokens_accuracy of {task}: {found[0]:.3f} to {found[-1]:.3f}." for task, found in bags.items() if found
+    ]
+    return section(title, tag("ul", *lines(tag("li", item) for item in items)))
+
+
+def _time(rows: Rows) -> Html:
+    title = "Time"
+    head = [column("stage"), column("hours of one core", look="number"), column("runs with a time", look="number")]
+    body = []
+    for stage in SECONDS:
+        known = [
+            seconds / (float(row["members"]) if stage == "disentangle" else 1.0)
+            for row in rows.values()
+            if (seconds := number(row, f"seconds_{stage}")) is not None
+        ]
+        cells = [f"{sum(known) / 3600:.2f}", str(len(known))]
+        body.append([row_head(stage), *(tag("td", cell, class_="number") for cell in cells)])
+    whole = [
+        total
+        for row in rows.values()
+        if number(row, "seconds_reference") is not None
+        and (total := sum(number(row, f"seconds_{stage}") or 0.0 for stage in SECONDS)) > 0
+    ]
+    longest = f"The longest run took {max(whole) / 60:.1f} minutes of one core, its reference with it." if whole else ""
+    note = "Each process had one thread, two at a time on two cores. A reference that was there only took its loading."
+    return section(title, paragraph(f"{note} {longest}", look="faint small"), data_table(head, body))
+
+
+def _every_run(rows: Rows) -> Html:
+    title = "Every run"
+    if not rows:
+        return section(title, paragraph("No runs yet."))
+    head = [column("task"), column("seed", look="number"), column("setting")]
+    head += [column(breakable(name), look="number") for name in METRICS]
+    body = [
+        [
+            row_head(breakable(member.task)),
+            tag("td", str(member.seed), class_="number"),
+            tag("td", member.setting),
+            *(tag("td", _text(number(row, name)), class_="number") for name in METRICS),
+        ]
+        for member, row in sorted(rows.items(), key=_order)
+    ]
+    table = scrolling(data_table(head, body), "every run")
+    return section(title, tag("details", tag("summary", f"{len(rows)} runs, every metric"), table))
+
+
+def _order(item: tuple[Member, Any]) -> tuple[int, int, int]:
+    member = item[0]
+    settings = list(dict.fromkeys(setting for block in PLAN for setting in block.settings))
+    return settings.index(member.setting), TASK_NAMES.index(member.task), member.seed
