@@ -30,7 +30,7 @@ reconstruction: {token_weighted_weight: 2.0}
 model: {num_layers: 1, width: 16, num_heads: 2, num_kv_heads: 2, head_dim: 8, mlp_width: 32}
 data: {train_groups: 64, validation_records: 24, test_instances: 12}
 reference: {steps: 30, batch_size: 16, evaluate_every: 10}
-disentangle: {steps: 30, batch_size: 16, evaluate_every: 10}
+disentangle: {steps: 30, batch_size: 16, evaluate_every: 10, reseed_until: 30}
 logging: {log_every: 5, checkpoint_every: 5}
 """
 
@@ -217,6 +217,53 @@ def test_a_users_file_runs_through_the_same_command(config: Path, tmp_path: Path
     start(config, *flags, "--data.path", str(own), "--data.tokenization", "characters")
     summary = json.loads((only(other, "small-seed0-*") / "summary.json").read_text())
     assert summary["alignment_one_to_one"] is None and np.isfinite(summary["rho_recon"])
+
+
+def test_the_strategies_of_a_file_change_no_bit_of_the_parameters(config: Path, tmp_path: Path) -> None:
+    """They are for the evaluation: without the field the reference and the run end with the same parameters."""
+    lines = [json.loads(line) for line in (ROOT / "examples" / "traces.jsonl").read_text().splitlines()]
+    for name, given in (("with", lines), ("without", [{**line, "strategy": None} for line in lines])):
+        text = (json.dumps({k: v for k, v in line.items() if v is not None}) + "\n" for line in given)
+        (tmp_path / f"{name}.jsonl").write_text("".join(text))
+        flags = ("--task", "none", "--reference.steps", "10", "--disentangle.steps", "10")
+        start(config, "--output-dir", str(tmp_path / name), *flags, "--data.path", str(tmp_path / f"{name}.jsonl"))
+    assert "strategy" not in (tmp_path / "without.jsonl").read_text()
+    for pattern in ("small-seed0-*", "*-reference-*"):
+        left, right = (final_parameters(only(tmp_path / name, pattern)) for name in ("with", "without"))
+        assert len(left) == len(right) > 10
+        for one, other in zip(left, right, strict=True):
+            np.testing.assert_array_equal(one, other)
+    summaries = [
+        json.loads((only(tmp_path / n, "small-seed0-*") / "summary.json").read_text()) for n in ("with", "without")
+    ]
+    assert summaries[0]["rho_recon"] == summaries[1]["rho_recon"]
+    assert summaries[0]["alignment_one_to_one"] is not None and summaries[1]["alignment_one_to_one"] is None
+
+
+def test_a_run_on_traces_drawn_from_the_reference(finished: tuple[Path, str], config: Path, tmp_path: Path) -> None:
+    """One y for each training x, drawn once, beside the reference; without groups and labels."""
+    output, _ = finished
+    flags = ("--output-dir", str(output), "--traces", "reference_samples", "--latent-scope", "example")
+    run = tmp_path / "run"
+    # So little trained, the reference hardly writes a trace that ends: enough do.
+    printed = start(config, *flags, "--disentangle.steps", "10", "--run-dir", str(run)).stdout
+    assert "sample" in printed
+    samples = only(output, "grid_pathfinding-reference-*") / "samples"
+    drawn = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()]
+    train = lines_of(samples.parent / "data" / "train.jsonl")
+    assert 0 < len(drawn) <= len(train)
+    assert {record["x"] for record in drawn} <= {record["x"] for record in train}
+    assert all(record.keys() == {"x", "y"} for record in drawn)
+    scores = np.load(samples / "scores" / "base_token_nll.npy")
+    others = len(lines_of(samples.parent / "data" / "validation.jsonl")) + len(
+        lines_of(samples.parent / "data" / "test.jsonl")
+    )
+    assert scores.shape[0] == len(drawn) + others and np.isfinite(scores).all()
+    assert np.isfinite(json.loads((run / "summary.json").read_text())["rho_recon"])
+    # Another run on them draws none.
+    before = (samples / "samples.jsonl").stat().st_mtime_ns
+    start(config, *flags, "--disentangle.steps", "5", "--run-dir", str(tmp_path / "other"))
+    assert (samples / "samples.jsonl").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
