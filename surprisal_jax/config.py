@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from surprisal_jax.files import write_text
+
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_SMALLEST_NORMAL = 1.1754943508222875e-38
@@ -828,11 +830,8 @@ def save_config(config: ExperimentConfig, path: str | os.PathLike[str]) -> None:
             lines.extend(f"  {field}: {_yaml_scalar(inner)}" for field, inner in value.items())
         else:
             lines.append(f"{name}: {_yaml_scalar(value)}")
-    target = Path(path)
     # A run killed half-way through a write must not leave a configuration that its resumption cannot read.
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(partial, target)
+    write_text(Path(path), "\n".join(lines) + "\n")
 
 
 def _yaml_scalar(value: Any) -> str:
@@ -846,6 +845,16 @@ def _yaml_scalar(value: Any) -> str:
         # Always quoted: unquoted, 'none' would come back as no value.
         return str(yaml.safe_dump(value, default_style='"', width=2**31)).rstrip("\n")
     return repr(value)
+
+
+def reference_settings(config: ExperimentConfig) -> dict[str, Any]:
+    """What of a configuration the reference depends on beside the data."""
+    return {
+        "model": dataclasses.asdict(config.model),
+        "reference": dataclasses.asdict(config.reference),
+        "reference_seed": config.effective_reference_seed,
+        "chunk_size": config.chunk_size,
+    }
 
 
 def run_identity(config: ExperimentConfig) -> str:

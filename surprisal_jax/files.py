@@ -1,4 +1,4 @@
-"""Text and JSON on disk, written whole or not at all."""
+"""Files on disk, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write to a temporary file beside the target, flush it to disk, and rename it: a reader never sees half a file.
+    """`write_bytes` of a text in UTF-8, with the line ends that it has."""
+    write_bytes(path, text.encode("utf-8"))
 
-    UTF-8, with the line ends that the text has.
-    """
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write to a temporary file beside the target, flush it to disk, and rename it: a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

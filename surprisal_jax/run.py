@@ -16,7 +16,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from surprisal_jax.config import (
     InputError,
     config_differences,
     load_config,
+    reference_settings,
     run_identity,
     save_config,
     to_dict,
@@ -236,10 +237,7 @@ def claim_reference_directory(config: ExperimentConfig, dataset: Dataset) -> tup
     identity = {
         "format_version": FORMAT_VERSION,
         "data": dataset.identity,
-        "model": asdict(config.model),
-        "reference": asdict(config.reference),
-        "reference_seed": config.effective_reference_seed,
-        "chunk_size": config.chunk_size,
+        **reference_settings(config),
         "jax": jax.__version__,
     }
     short = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]

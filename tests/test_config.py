@@ -28,6 +28,7 @@ from surprisal_jax.config import (
     save_config,
     to_dict,
 )
+from surprisal_jax.tasks import TASK_NAMES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -370,8 +371,6 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path: Path, text: str | bytes, mess
 
 
 def test_an_unknown_task_lists_the_known_ones(tmp_path: Path) -> None:
-    from surprisal_jax.tasks import TASK_NAMES
-
     with pytest.raises(InputError) as caught:
         load_text(tmp_path, "task: maze\n")
     known = ", ".join(TASK_NAMES)
@@ -573,6 +572,7 @@ def test_differences_with_a_field_only_one_side_knows() -> None:
                 posterior="closed_form",
                 latent_scope="group",
                 reconstruction=ReconstructionLossConfig(token_weighted_weight=2.0),
+                disentangle=DisentangleConfig(steps=500, learning_rate=0.002, reseed_until=250),
             ),
         ),
         ("published", ExperimentConfig(reconstruction=ReconstructionLossConfig(token_weighted_weight=2.0))),
@@ -590,6 +590,17 @@ def test_differences_with_a_field_only_one_side_knows() -> None:
 )
 def test_configs(name: str, expected: ExperimentConfig) -> None:
     assert load_config(CONFIGS / f"{name}.yaml") == expected
+
+
+def test_the_tasks_files_are_one_recipe() -> None:
+    """The number of records and of the reference's steps may follow the task, and nothing else."""
+    recipes = []
+    for task in TASK_NAMES:
+        recipe = to_dict(load_config(CONFIGS / f"{task}.yaml"))
+        assert recipe.pop("task") == task
+        del recipe["data"]["train_groups"], recipe["reference"]["steps"]
+        recipes.append(recipe)
+    assert all(recipe == recipes[0] for recipe in recipes)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

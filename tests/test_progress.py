@@ -138,7 +138,7 @@ def test_metrics_survive_a_failure_while_lines_are_dropped(tmp_path: Path, monke
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress.os, "fsync", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt), StageLog("score", 5, 0, tmp_path, 1):
         pass
     assert path.read_bytes() == before

@@ -42,7 +42,7 @@ def test_every_run_of_the_plan_is_there_once_and_its_configuration_is_valid():
 
 def test_settings_at_equal_total_weight():
     """The total weight of the reconstruction is 3 where token weighting is compared with none."""
-    for setting in ("default", "token weight 0", "raw alone", "token_weighted alone", "alpha 0"):
+    for setting in ("default", "token weight 0", "token_weighted alone", "alpha 0"):
         weights = configuration(Member("grid_pathfinding", 0, setting), "runs").reconstruction
         assert weights.raw_weight + weights.token_weighted_weight == 3.0, setting
 

@@ -8,9 +8,9 @@ mathtext.
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
 import re
 import textwrap
 import unicodedata
@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from surprisal_jax.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -486,12 +488,12 @@ def is_number(value: Any) -> bool:
 
 def _write_png(path: str | Path, figure: Figure) -> None:
     """Whole or not at all: a reader of a run in progress never opens half a picture."""
-    temporary = Path(path).with_name(f"{Path(path).name}.tmp")
+    picture = io.BytesIO()
     with warnings.catch_warnings():
         # A token in a script the font lacks is drawn as boxes; a warning for each of them helps nobody.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(temporary, format="png", dpi=figure.dpi)
-    os.replace(temporary, path)
+        figure.savefig(picture, format="png", dpi=figure.dpi)
+    write_bytes(Path(path), picture.getvalue())
 
 
 def _inch_axes(figure: Figure) -> Axes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from surprisal_jax.config import InputError, run_identity
+from surprisal_jax.config import InputError, reference_settings, run_identity
 from surprisal_jax.study.plan import PLAN, SETTINGS, Member, configuration, members
 from surprisal_jax.study.runner import run_units
 from surprisal_jax.study.table import current_rows, read_rows
@@ -55,7 +56,13 @@ def _study(arguments: argparse.Namespace) -> int:
     for member, config in configs.items():
         if member not in done:
             # What the reference depends on beside the seed: its members run in one process, one after another.
-            key = (member.task, member.seed, config.num_latents, config.data, config.model, config.reference)
+            key = (
+                config.task,
+                config.effective_data_seed,
+                config.num_latents,
+                config.data,
+                json.dumps(reference_settings(config)),
+            )
             units.setdefault(key, []).append(member)
     print(f"{len(wanted)} runs, {len(done)} done; {len(units)} references to go on {arguments.workers} workers")
     run_units(list(units.values()), Path(arguments.runs), output, arguments.workers, arguments.hours)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -18,6 +17,8 @@ from typing import IO, Any
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from surprisal_jax.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -267,9 +268,4 @@ def _drop_later_lines(path: Path, stage: str, start_step: int) -> None:
             continue
         if record.get("stage") != stage or record.get("step", 0) <= start_step:
             kept.append(line)
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_text(path, "".join(line + "\n" for line in kept))
