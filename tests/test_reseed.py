@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from step_fixture import CONFIG, StepFixture
@@ -73,11 +74,13 @@ def test_the_choice_follows_the_latents_names() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[StepFixture, object]:
+    """A state whose optimizer's moments differ from row to row, as after some updates."""
     fixture = StepFixture(num_latents=3)
-    step, _ = fixture.compiled(1)
-    state = fixture.state()
-    for _ in range(2):
-        state, _ = step(state, fixture.batch, fixture.hyperparameters, None)
+    state, rng = fixture.state(), np.random.default_rng(0)
+    moments = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.random(leaf.shape), leaf.dtype) if leaf.ndim else leaf, state.opt_state
+    )
+    state = replace(state, opt_state=moments)
     return fixture, state
 
 
@@ -136,7 +139,9 @@ def test_the_latents_gradients_are_those_of_the_reconstruction_total(trained) ->
     fixture, _ = trained
     params = fixture.params()["model"]
     latent, row = 1, fixture.vocabulary.latent_ids[1]
-    gradients = np.asarray(fixture.step.latent_gradients(params, fixture.batch, fixture.hyperparameters, latent))
+    gradients = np.asarray(
+        jax.jit(fixture.step.latent_gradients)(params, fixture.batch, fixture.hyperparameters, latent)
+    )
     assert gradients.shape == (len(fixture.batch["example_mask"]), 16)
 
     def total(embedding: jax.Array, example: int) -> jax.Array:
@@ -144,8 +149,9 @@ def test_the_latents_gradients_are_those_of_the_reconstruction_total(trained) ->
         enumerated = fixture.step.enumerate_latents(moved, fixture.batch, fixture.hyperparameters)
         return enumerated.reconstruction[example, latent]
 
+    expected_of = jax.jit(jax.grad(total))
     for example in (0, 7):
-        expected = jax.grad(total)(params["embedding"][row], example)
+        expected = expected_of(params["embedding"][row], example)
         np.testing.assert_allclose(gradients[example], expected, rtol=1e-4, atol=1e-6)
     assert np.abs(gradients[0]).max() > 1e-3
     assert not gradients[4].any(), "an example that supervises nothing moves nothing"
