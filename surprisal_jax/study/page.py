@@ -188,6 +188,7 @@ def _header(rows: Rows, planned: int) -> Html:
 #: What is taken away, and the pairs of settings that differ in it alone.
 PARTS = (
     ("token weighting", (("default", "token weight 0"), ("scope example", "example, token weight 0"))),
+    ("token weighting, against a smaller beta", (("default", "token weight 0, beta 0.01"),)),
     ("the closed-form posterior", (("default", "amortized"), ("scope example", "amortized, example"))),
     ("persistence, groups of two", (("default", "scope example"), ("amortized", "amortized, example"))),
 )

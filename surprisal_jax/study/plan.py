@@ -35,6 +35,12 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "scope example": {"latent_scope": "example"},
     # At equal total weight: raw 3 in place of raw 1 and token-weighted 2.
     "token weight 0": {"reconstruction.raw_weight": 3.0, "reconstruction.token_weighted_weight": 0.0},
+    # The same with as large a ratio of collapse threshold to beta as the default has: is it more than a smaller beta?
+    "token weight 0, beta 0.01": {
+        "reconstruction.raw_weight": 3.0,
+        "reconstruction.token_weighted_weight": 0.0,
+        "beta": 0.01,
+    },
     "amortized": {"posterior": "amortized"},
     "amortized, example": {"posterior": "amortized", "latent_scope": "example"},
     "example, token weight 0": {
@@ -72,7 +78,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "traces from the reference": {"traces": "reference_samples", "latent_scope": "example"},
 }
 
-_EVERYWHERE = ("default", "scope example", "token weight 0", "amortized")
+_EVERYWHERE = ("default", "scope example", "token weight 0", "token weight 0, beta 0.01", "amortized")
 
 FROZEN = Block("the recipe, frozen", ("default", "scope example"), TASK_NAMES, tuple(range(10, 15)))
 EVERYWHERE = Block("everywhere", _EVERYWHERE, TASK_NAMES, tuple(range(5)))
