@@ -89,22 +89,31 @@ class Evaluator:
         self, params: Mapping[str, Any], rows: np.ndarray, report: Callable[[int], None] = lambda batches: None
     ) -> Evaluation:
         """`LatentStep.evaluate` of the given rows, as host arrays in their order."""
-        parts = []
-        for chunk in evaluation_rows(rows[:, None], self.batch_size):
-            batch = put_batch(gather(self._arrays, chunk), self._mesh)
-            parts.append(jax.device_get(self._evaluate(params, batch, self._hyperparameters)))
-            report(1)
-        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
-        assert isinstance(joined, Evaluation)
-        return joined
+        evaluation = self._over_batches(
+            lambda batch: self._evaluate(params, batch, self._hyperparameters), rows, report
+        )
+        assert isinstance(evaluation, Evaluation)
+        return evaluation
 
     def latent_gradients(self, params: Mapping[str, Any], rows: np.ndarray, latent: int) -> np.ndarray:
         """`LatentStep.latent_gradients` of the given rows, [N, D]."""
+        gradients: np.ndarray = self._over_batches(
+            lambda batch: self._gradients(params["model"], batch, self._hyperparameters, latent), rows
+        )
+        return gradients
+
+    def _over_batches(
+        self,
+        compiled: Callable[[dict[str, jax.Array]], Any],
+        rows: np.ndarray,
+        report: Callable[[int], None] = lambda batches: None,
+    ) -> Any:
+        """What `compiled` gives for the rows, batch by batch, as host arrays in their order."""
         parts = []
         for chunk in evaluation_rows(rows[:, None], self.batch_size):
-            batch = put_batch(gather(self._arrays, chunk), self._mesh)
-            parts.append(jax.device_get(self._gradients(params["model"], batch, self._hyperparameters, latent)))
-        return np.concatenate(parts)[: len(rows)]
+            parts.append(jax.device_get(compiled(put_batch(gather(self._arrays, chunk), self._mesh))))
+            report(1)
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
 
     def decode(
         self, params: Mapping[str, Any], limit: int, report: Callable[[int], None] = lambda batches: None

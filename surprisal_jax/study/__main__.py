@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from surprisal_jax.config import InputError, reference_settings, run_identity
@@ -44,17 +44,20 @@ def _parser() -> argparse.ArgumentParser:
 def _study(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
     blocks = tuple(block for block in PLAN if arguments.block is None or block.name in arguments.block)
+    # Of all blocks, since the report is about all of them.
+    configs = {member: configuration(member, arguments.runs) for member in members()}
+    identities = {member: run_identity(config) for member, config in configs.items()}
     wanted = [
         member
         for member in members(blocks)
         if (arguments.setting is None or member.setting in arguments.setting)
         and (arguments.seed is None or member.seed in arguments.seed)
     ]
-    configs = {member: configuration(member, arguments.runs) for member in wanted}
-    done = current_rows(output / "results.csv", {member: run_identity(config) for member, config in configs.items()})
+    done = current_rows(output / "results.csv", {member: identities[member] for member in wanted})
     units: dict[object, list[Member]] = {}
-    for member, config in configs.items():
+    for member in wanted:
         if member not in done:
+            config = configs[member]
             # What the reference depends on beside the seed: its members run in one process, one after another.
             key = (
                 config.task,
@@ -66,15 +69,14 @@ def _study(arguments: argparse.Namespace) -> int:
             units.setdefault(key, []).append(member)
     print(f"{len(wanted)} runs, {len(done)} done; {len(units)} references to go on {arguments.workers} workers")
     run_units(list(units.values()), Path(arguments.runs), output, arguments.workers, arguments.hours)
-    _write_page(output, arguments.runs)
+    _write_page(output, identities)
     return 0
 
 
-def _write_page(output: Path, runs: str) -> None:
+def _write_page(output: Path, identities: Mapping[Member, str]) -> None:
     """The report over all blocks, whatever this call ran."""
     from surprisal_jax.study.page import write_study_page
 
-    identities = {member: run_identity(configuration(member, runs)) for member in members()}
     rows = {member: found[-1] for member, found in current_rows(output / "results.csv", identities).items()}
     output.mkdir(parents=True, exist_ok=True)
     write_study_page(output / "index.html", rows, read_rows(output / "curves.csv"))

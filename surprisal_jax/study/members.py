@@ -116,12 +116,14 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
     for done in range(1, first.disentangle.steps + 1):
         states, _ = compiled(states, put_batch(batch_at(done - 1), mesh), stacked, frozen)
         if done % first.disentangle.evaluate_every == 0 or done == first.disentangle.steps:
+            before = [_member(states, member) for member in range(len(configs))]
             looked = []
             for member, (config, evaluator) in enumerate(zip(configs.values(), evaluators, strict=True)):
-                state, metrics = look_at_validation(evaluator, _member(states, member), config, c_base, done)
+                state, metrics = look_at_validation(evaluator, before[member], config, c_base, done)
                 looked.append(state)
                 curves[member].append((done, metrics))
-            states = put_replicated(jax.tree.map(lambda *leaves: jnp.stack(leaves), *looked), mesh)
+            if any(state is not old for state, old in zip(looked, before, strict=True)):
+                states = put_replicated(jax.tree.map(lambda *leaves: jnp.stack(leaves), *looked), mesh)
     clock.ends("disentangle")
     results = {}
     for member, (name, config) in enumerate(configs.items()):

@@ -30,7 +30,7 @@ from surprisal_jax.evaluation.html import (
 from surprisal_jax.evaluation.page import shares_table
 from surprisal_jax.evaluation.report import COLOURS, METRICS, STYLES
 from surprisal_jax.files import write_text
-from surprisal_jax.study.plan import ABLATIONS, EVERYWHERE, FROZEN, PLAN, Member, members
+from surprisal_jax.study.plan import EVERYWHERE, FROZEN, SETTINGS, Member, members
 from surprisal_jax.study.table import SECONDS
 from surprisal_jax.tasks import TASK_NAMES, get_task
 
@@ -144,8 +144,8 @@ def _points(rows: Rows, curves: Iterable[Row]) -> dict[Member, list[tuple[int, f
 # ---- markup
 
 
-def _text(value: float | None, pattern: str = ".3f") -> str:
-    return "n/a" if value is None else format(value, pattern)
+def _text(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"
 
 
 def _difference_cells(difference: Difference | None) -> list[Html]:
@@ -160,9 +160,7 @@ def _difference_cells(difference: Difference | None) -> list[Html]:
     ]
 
 
-def _sentence(difference: Difference | None) -> str:
-    if difference is None:
-        return "not run yet"
+def _sentence(difference: Difference) -> str:
     text = f"{difference.mean:+.3f}"
     if difference.interval is not None:
         text += f" (95% interval {difference.interval[0]:+.3f} to {difference.interval[1]:+.3f})"
@@ -294,7 +292,7 @@ def _differences(rows: Rows) -> Html:
         ),
     ]
     body = []
-    for setting in dict.fromkeys((*EVERYWHERE.settings, *ABLATIONS.settings)):
+    for setting in SETTINGS:
         if setting == "default":
             continue
         alignment = paired_difference(rows, setting, "default", ALIGNMENT)
@@ -311,8 +309,7 @@ def _differences(rows: Rows) -> Html:
 
 
 def _settings_of(rows: Rows) -> list[str]:
-    known = dict.fromkeys((*EVERYWHERE.settings, *ABLATIONS.settings))
-    return [setting for setting in known if any(member.setting == setting for member in rows)]
+    return [setting for setting in SETTINGS if any(member.setting == setting for member in rows)]
 
 
 def _alignments(rows: Rows) -> Html:
@@ -331,18 +328,25 @@ def _alignments(rows: Rows) -> Html:
             if points:
                 values, heights = zip(*points, strict=True)
                 colour = COLOURS[1 + index]
-                axes.plot(values, heights, "o", ms=3, color=colour, mfc="none", label=task)
+                axes.plot(values, heights, "o", ms=3, color=colour, mfc="none")
         axes.set_yticks(range(len(settings)), settings, fontsize=6)
         axes.set_ylim(len(settings) - 0.4, -0.6)
         axes.set_xlim(-0.02, 1.02)
-        axes.set_xlabel(ALIGNMENT, fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(True, axis="x", color="0.92", lw=0.7)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        _plain(axes, ALIGNMENT)
 
     picture = inline_svg(draw, (3.8, 0.6 + 0.2 * len(settings)), f"{title}; the table below has them", "alignments")
     return section(title, _task_legend(), tag("div", picture, class_="panels wide"))
+
+
+def _plain(axes: Axes, xlabel: str, ylabel: str | None = None) -> None:
+    """Labels and a faint grid, across rows of names only where there is no `ylabel`."""
+    axes.set_xlabel(xlabel, fontsize=8)
+    if ylabel is not None:
+        axes.set_ylabel(ylabel, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.grid(True, axis="x" if ylabel is None else "both", color="0.92", lw=0.7)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def _task_legend() -> Html:
@@ -379,12 +383,7 @@ def _curves_svg(task: str, curves: Mapping[Member, list[tuple[int, float]]]) -> 
             steps, values = zip(*line, strict=True)
             axes.plot(steps, values, color=COLOURS[index], ls=STYLES[index], lw=1, alpha=0.8)
         axes.set_ylim(-0.02, 1.02)
-        axes.set_xlabel("step", fontsize=8)
-        axes.set_ylabel("posterior alignment", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(True, color="0.92", lw=0.7)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        _plain(axes, "step", "posterior alignment")
 
     return inline_svg(draw, (3.8, 2.3), f"posterior alignment by step, {task}", f"curves {task}")
 
@@ -399,7 +398,7 @@ def _time_to_aligned(points: Mapping[Member, list[tuple[int, float]]]) -> Html:
         column("latest", look="number"),
     ]
     body = []
-    for setting in dict.fromkeys((*EVERYWHERE.settings, *ABLATIONS.settings)):
+    for setting in SETTINGS:
         firsts = [steps_to_aligned(line) for member, line in points.items() if member.setting == setting]
         reached = sorted(step for step in firsts if step is not None)
         if firsts:
@@ -435,12 +434,7 @@ def _scatter(
         if mark is not None:
             axes.axvline(mark, color="#999999", lw=0.8)
         axes.set_ylim(-0.02, 1.02)
-        axes.set_xlabel(xlabel, fontsize=8)
-        axes.set_ylabel(ALIGNMENT, fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(True, color="0.92", lw=0.7)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        _plain(axes, xlabel, ALIGNMENT)
 
     picture = inline_svg(draw, (3.8, 2.5), f"{ALIGNMENT} by {xlabel}", salt)
     return tag("div", picture, class_="panels wide")
@@ -569,5 +563,4 @@ def _every_run(rows: Rows) -> Html:
 
 def _order(item: tuple[Member, Any]) -> tuple[int, int, int]:
     member = item[0]
-    settings = list(dict.fromkeys(setting for block in PLAN for setting in block.settings))
-    return settings.index(member.setting), TASK_NAMES.index(member.task), member.seed
+    return list(SETTINGS).index(member.setting), TASK_NAMES.index(member.task), member.seed
