@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from surprisal_jax.config import ExperimentConfig
 from surprisal_jax.evaluation.alignment import best_map
 from surprisal_jax.evaluation.html import (
     Html,
@@ -412,7 +413,7 @@ def _time_to_aligned(points: Mapping[Member, list[tuple[int, float]]]) -> Html:
 
 
 def _scatter(
-    rows: Rows, x: Callable[[Row], float | None], xlabel: str, salt: str, logarithmic: bool, mark: float | None
+    rows: Rows, x: Callable[[Member], float | None], xlabel: str, salt: str, logarithmic: bool, mark: float | None
 ) -> Html:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -421,7 +422,9 @@ def _scatter(
             pairs = [
                 (at, value)
                 for member, row in rows.items()
-                if member.task == task and (at := x(row)) is not None and (value := number(row, ALIGNMENT)) is not None
+                if member.task == task
+                and (at := x(member)) is not None
+                and (value := number(row, ALIGNMENT)) is not None
             ]
             if pairs:
                 horizontal, vertical = zip(*pairs, strict=True)
@@ -445,31 +448,34 @@ def _collapse(rows: Rows) -> Html:
     known = {m: row for m, row in rows.items() if number(row, "collapse_threshold") is not None}
     if not known:
         return section(title, paragraph("No runs yet."))
-    beta = 0.1
+    # The threshold is judged against the run's own beta.
+    ratios = {m: (number(row, "collapse_threshold") or 0.0) / _beta(m) for m, row in known.items()}
     head = [
-        column("collapse threshold"),
+        column("collapse threshold / beta"),
         column("runs", look="number"),
         column("collapsed", look="number"),
         column("share", look="number"),
     ]
-    bounds = (0.0, beta, 3 * beta, 10 * beta, float("inf"))
+    bounds = (0.0, 1.0, 3.0, 10.0, float("inf"))
     body = []
     for low, high in itertools.pairwise(bounds):
-        inside = [row for row in known.values() if low <= (number(row, "collapse_threshold") or 0.0) < high]
+        inside = [row for m, row in known.items() if low <= ratios[m] < high]
         collapsed = sum((number(row, "rho_recon") or 0.0) > COLLAPSED_RHO for row in inside)
         name = f"{low:g} to {high:g}" if high < float("inf") else f"{low:g} and more"
         share = f"{collapsed / len(inside):.2f}" if inside else "n/a"
         cells = [str(len(inside)), str(collapsed), share]
         body.append([row_head(name), *(tag("td", cell, class_="number") for cell in cells)])
     note = (
-        f"The threshold is known before training: below beta = {beta:g} (the line) ignoring z is the optimum. "
+        "The threshold is known before training: below beta, a ratio of 1 (the line), ignoring z is the optimum. "
         f"Collapsed: rho_recon above {COLLAPSED_RHO:g}, so that z explains hardly anything. Above beta, not collapsing "
         "pays; whether training gets there is another matter."
     )
-    picture = _scatter(
-        known, lambda row: number(row, "collapse_threshold"), "collapse threshold", "collapse", True, beta
-    )
+    picture = _scatter(known, ratios.get, "collapse threshold / beta", "collapse", True, 1.0)
     return section(title, paragraph(note, look="faint small"), _task_legend(), picture, data_table(head, body))
+
+
+def _beta(member: Member) -> float:
+    return float(SETTINGS[member.setting].get("beta", ExperimentConfig().beta))
 
 
 def _token_share(rows: Rows) -> Html:
@@ -478,7 +484,7 @@ def _token_share(rows: Rows) -> Html:
         return section(title, paragraph("No runs yet."))
     note = "strategy_token_share: the share of pi on the positions where the strategies part, before training."
     picture = _scatter(
-        rows, lambda row: number(row, "strategy_token_share"), "strategy_token_share", "share", False, None
+        rows, lambda member: number(rows[member], "strategy_token_share"), "strategy_token_share", "share", False, None
     )
     return section(title, paragraph(note, look="faint small"), _task_legend(), picture)
 
