@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -119,3 +122,17 @@ def test_the_command_runs_nothing_that_has_its_row(tmp_path: Path, capsys: pytes
     flags = ["--output", str(tmp_path), "--block", "everywhere", "--seed", "0", "--setting", "default", "--hours", "0"]
     assert main(flags) == 0
     assert capsys.readouterr().out.startswith("6 runs, 1 done; 5 references to go")
+
+
+def test_a_killed_study_leaves_no_worker_behind(tmp_path: Path):
+    """A worker that trained on would write the same checkpoints as the command's next call."""
+    flags = ["--output", str(tmp_path), "--runs", str(tmp_path / "runs"), "--block", "everywhere", "--workers", "1"]
+    study = subprocess.Popen([sys.executable, "-m", "surprisal_jax.study", *flags], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("log/*.txt")):
+        assert time.monotonic() < deadline and study.poll() is None
+        time.sleep(0.05)
+    study.kill()
+    # The pipe ends when nobody holds it any more.
+    study.communicate(timeout=60)
+    assert study.returncode == -9

@@ -15,7 +15,7 @@ from surprisal_jax.dataset import Dataset
 from surprisal_jax.evaluation.decode import decode_branches
 from surprisal_jax.sequences import SPECIAL_TOKENS, detokenize
 from surprisal_jax.training.progress import StageLog
-from surprisal_jax.training.sharding import compile_over_data, put_batch
+from surprisal_jax.training.sharding import compile_over_data, first_process_first, put_batch
 from surprisal_jax.training.stages import Reference, evaluation_batch
 
 
@@ -69,5 +69,7 @@ def sample_traces(
                 if row >= 0 and y and reserved.isdisjoint(y):
                     records.append(Record(dataset.records[row].x, detokenize(y, dataset.tokenization)))
             log.log(index + 1, {})
-    write_jsonl(path, records)
-    return records
+    # All processes drew the same; one writes it, and the others see the file only when it is whole.
+    if jax.process_index() == 0:
+        write_jsonl(path, records)
+    return first_process_first("samples written", lambda: records)

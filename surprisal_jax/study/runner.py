@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -57,6 +58,7 @@ def run_units(units: Sequence[Sequence[Member]], runs: Path, output: Path, worke
 
 def run_unit(unit: Sequence[Member], runs: Path, output: Path) -> None:
     """All members that share one reference, in a process of their own; each program's rows are written as it ends."""
+    _end_with_parent()
     log = output / "log" / f"{unit[0].task}-seed{unit[0].seed}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
@@ -65,3 +67,17 @@ def run_unit(unit: Sequence[Member], runs: Path, output: Path) -> None:
     from surprisal_jax.study.members import run_members
 
     run_members({member: configuration(member, str(runs)) for member in unit}, output)
+
+
+def _end_with_parent() -> None:
+    """Let this process end when the one that began it is gone, however it went: left behind, it would go on writing the
+    checkpoints that the next call of the same command writes too."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
