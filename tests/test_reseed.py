@@ -20,17 +20,6 @@ from surprisal_jax.training.sharding import make_mesh
 from surprisal_jax.training.stages import Workplace, start_disentangling
 from surprisal_jax.training.step import make_hyperparameters
 
-SMALL = """\
-posterior: closed_form
-latent_scope: group
-reconstruction: {token_weighted_weight: 2.0}
-model: {num_layers: 1, width: 16, num_heads: 2, num_kv_heads: 2, head_dim: 8, mlp_width: 32}
-data: {train_groups: 64, validation_records: 24, test_instances: 12}
-reference: {steps: 5, batch_size: 16, evaluate_every: 5}
-disentangle: {steps: 20, batch_size: 16, evaluate_every: 10, reseed_until: 10}
-data_parallel: 1
-"""
-
 
 def posterior(rows: list[list[float]]) -> np.ndarray:
     return np.log(np.maximum(np.asarray(rows), 1e-9))
@@ -158,9 +147,9 @@ def test_the_latents_gradients_are_those_of_the_reconstruction_total(trained) ->
 
 
 def test_a_look_at_the_validation_set_draws_it_anew_only_in_time(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_text(SMALL)
-    config = load_config(path, {"output_dir": str(tmp_path)})
+    small = Path(__file__).parent / "data" / "small.yaml"
+    short = {"reference.steps": 5, "reference.evaluate_every": 5, "disentangle.reseed_until": 10, "data_parallel": 1}
+    config = load_config(small, {**short, "output_dir": str(tmp_path)})
     dataset = load_dataset(config)
     directory, identity = claim_reference_directory(config, dataset)
     prepared = prepare(Workplace(config, dataset, make_mesh(config)), directory, identity, Clock())

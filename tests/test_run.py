@@ -23,17 +23,6 @@ CACHE = tempfile.TemporaryDirectory(prefix="compiled-")
 # One worker makes the run that most of these tests share.
 pytestmark = pytest.mark.xdist_group("run")
 
-SMALL = """\
-posterior: closed_form
-latent_scope: group
-reconstruction: {token_weighted_weight: 2.0}
-model: {num_layers: 1, width: 16, num_heads: 2, num_kv_heads: 2, head_dim: 8, mlp_width: 32}
-data: {train_groups: 64, validation_records: 24, test_instances: 12}
-reference: {steps: 30, batch_size: 16, evaluate_every: 10}
-disentangle: {steps: 30, batch_size: 16, evaluate_every: 10, reseed_until: 30}
-logging: {log_every: 5, checkpoint_every: 5}
-"""
-
 METRICS = (
     "alignment_one_to_one",
     "local_strategy_coverage_mean",
@@ -119,10 +108,8 @@ def final_parameters(directory: Path) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "small.yaml"
-    path.write_text(SMALL)
-    return path
+def config() -> Path:
+    return ROOT / "tests" / "data" / "small.yaml"
 
 
 @pytest.fixture(scope="module")

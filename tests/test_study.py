@@ -20,16 +20,7 @@ from surprisal_jax.study.table import CURVE_COLUMNS, RESULT_COLUMNS, append_rows
 
 pytestmark = pytest.mark.xdist_group("study")
 
-SMALL = """\
-posterior: closed_form
-latent_scope: group
-reconstruction: {token_weighted_weight: 2.0}
-model: {num_layers: 1, width: 16, num_heads: 2, num_kv_heads: 2, head_dim: 8, mlp_width: 32}
-data: {train_groups: 64, validation_records: 24, test_instances: 12}
-reference: {steps: 30, batch_size: 16, evaluate_every: 10}
-disentangle: {steps: 20, batch_size: 16, evaluate_every: 10}
-data_parallel: 1
-"""
+SMALL = Path(__file__).parent / "data" / "small.yaml"
 
 
 def test_every_run_of_the_plan_is_there_once_and_its_configuration_is_valid():
@@ -87,12 +78,11 @@ def test_writers_take_turns(tmp_path: Path):
 
 
 def test_members_of_one_program_are_what_each_is_alone(tmp_path: Path):
-    config_path = tmp_path / "small.yaml"
-    config_path.write_text(SMALL)
+    small = {"data_parallel": 1, "disentangle.steps": 20, "disentangle.reseed_until": 0}
     settings = ("default", "alpha 2", "amortized", "anchors 1")
     configs = {
         Member("grid_pathfinding", 0, setting): load_config(
-            config_path, {**SETTINGS[setting], "output_dir": str(tmp_path / "runs")}
+            SMALL, {**small, **SETTINGS[setting], "output_dir": str(tmp_path / "runs")}
         )
         for setting in settings
     }
