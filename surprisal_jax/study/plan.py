@@ -41,6 +41,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "reconstruction.token_weighted_weight": 0.0,
         "beta": 0.01,
     },
+    "beta 0.01": {"beta": 0.01},
     "amortized": {"posterior": "amortized"},
     "amortized, example": {"posterior": "amortized", "latent_scope": "example"},
     "example, token weight 0": {
