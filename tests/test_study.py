@@ -118,11 +118,13 @@ def test_a_killed_study_leaves_no_worker_behind(tmp_path: Path):
     """A worker that trained on would write the same checkpoints as the command's next call."""
     flags = ["--output", str(tmp_path), "--runs", str(tmp_path / "runs"), "--block", "everywhere", "--workers", "1"]
     study = subprocess.Popen([sys.executable, "-m", "surprisal_jax.study", *flags], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("log/*.txt")):
-        assert time.monotonic() < deadline and study.poll() is None
-        time.sleep(0.05)
-    study.kill()
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("log/*.txt")):
+            assert time.monotonic() < deadline and study.poll() is None
+            time.sleep(0.05)
+    finally:
+        study.kill()
     # The pipe ends when nobody holds it any more.
     study.communicate(timeout=60)
     assert study.returncode == -9

@@ -69,7 +69,10 @@ def sample_traces(
                 if row >= 0 and y and reserved.isdisjoint(y):
                     records.append(Record(dataset.records[row].x, detokenize(y, dataset.tokenization)))
             log.log(index + 1, {})
-    # All processes drew the same; one writes it, and the others see the file only when it is whole.
-    if jax.process_index() == 0:
-        write_jsonl(path, records)
-    return first_process_first("samples written", lambda: records)
+
+    def keep() -> None:
+        if not path.exists():  # the first process wrote what all drew
+            write_jsonl(path, records)
+
+    first_process_first("samples written", keep)
+    return records

@@ -30,7 +30,7 @@ def run_units(units: Sequence[Sequence[Member]], runs: Path, output: Path, worke
     context = multiprocessing.get_context("spawn")
     total, finished = len(units), 0
     waiting = iter(units)
-    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(workers, context, _end_with_parent, max_tasks_per_child=1) as pool:
         running: dict[Future[None], Sequence[Member]] = {}
 
         def begin() -> None:
@@ -58,7 +58,6 @@ def run_units(units: Sequence[Sequence[Member]], runs: Path, output: Path, worke
 
 def run_unit(unit: Sequence[Member], runs: Path, output: Path) -> None:
     """All members that share one reference, in a process of their own; each program's rows are written as it ends."""
-    _end_with_parent()
     log = output / "log" / f"{unit[0].task}-seed{unit[0].seed}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
@@ -73,8 +72,7 @@ def _end_with_parent() -> None:
     """Let this process end when the one that began it is gone, however it went: left behind, it would go on writing the
     checkpoints that the next call of the same command writes too."""
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+    assert parent is not None, "a process of a pool"
 
     def watch() -> None:
         parent.join()
