@@ -92,8 +92,38 @@ def test_the_page_has_every_run_and_loads_nothing():
     aligned = sum(float(of_member["alignment_one_to_one"]) >= 0.95 for of_member in frozen)
     lowest = min(float(of_member["alignment_one_to_one"]) for of_member in frozen)
     assert f"alignment_one_to_one is at least 0.95 in {aligned} of 30 runs, the lowest {lowest:.3f}." in text
+    minutes = [sum(float(of_member[f"seconds_{stage}"]) for stage in SECONDS) / 60 for of_member in frozen]
+    assert f"took {min(minutes):.1f} to {max(minutes):.1f} minutes of one core (30 runs)" in text
     assert "latent 3 is surplus" in text and "No latent is mapped to" in text
     assert study_page(rows, curves) == page
+
+
+def test_only_runs_that_trained_their_reference_alone_have_a_time():
+    stages = {f"seconds_{stage}": 60.0 for stage in SECONDS}
+    seeds = iter(FROZEN.seeds)
+    rows = {
+        Member("grid_pathfinding", next(seeds), "default"): row(alignment_one_to_one=1, **values)
+        for values in (stages, {**stages, "members": 3}, {**stages, "seconds_score": 0.01}, {})
+    }
+    assert "took 5.0 to 5.0 minutes of one core (1 runs)" in study_page(rows, [])
+
+
+def test_collapse_is_counted_by_the_posterior():
+    values = {"collapse_threshold": 0.5, "alignment_one_to_one": 0.5}
+    rows = {
+        Member("grid_pathfinding", 0, "default"): row(**values, rho_recon=0.3),
+        Member("grid_pathfinding", 0, "amortized"): row(**values, rho_recon=0.99),
+        Member("grid_pathfinding", 1, "amortized"): row(**values, rho_recon=0.5),
+        Member("grid_pathfinding", 0, "beta 0.01"): row(**values, rho_recon=0.95),
+    }
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>|<th scope=.row.[^>]*>([^<]*)</th>", study_page(rows, []))
+    flat = " ".join(left or right for left, right in cells)
+    for line in (
+        "closed_form 3 to 10 1 0 0.00",
+        "closed_form 10 and more 1 1 1.00",  # judged against its own beta
+        "amortized 3 to 10 2 1 0.50",
+    ):
+        assert line in flat
 
 
 def test_a_study_that_has_hardly_begun_has_a_page():

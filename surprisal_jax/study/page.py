@@ -277,6 +277,12 @@ def _counts(rows: Rows, planned: int) -> Html:
         return f"{name} is at least {least:g} in {sum(v >= least for v in values)} of {len(rows)} runs{lowest}."
 
     texts = [reached(ALIGNMENT, ALIGNED), reached(COVERAGE, COVERED), reached(ACCURACY, RIGHT)]
+    times = [seconds for row in rows.values() if (seconds := _whole_seconds(row)) is not None]
+    if times:
+        texts.append(
+            f"A run with its reference took {min(times) / 60:.1f} to {max(times) / 60:.1f} minutes of one core "
+            f"({len(times)} runs)."
+        )
     if len(rows) < planned:
         texts.append(f"{planned - len(rows)} of {planned} are not run yet.")
     return tag("ul", *lines(tag("li", text) for text in texts))
@@ -451,6 +457,7 @@ def _collapse(rows: Rows) -> Html:
     # The threshold is judged against the run's own beta.
     ratios = {m: (number(row, "collapse_threshold") or 0.0) / _beta(m) for m, row in known.items()}
     head = [
+        column("posterior"),
         column("collapse threshold / beta"),
         column("runs", look="number"),
         column("collapsed", look="number"),
@@ -458,13 +465,15 @@ def _collapse(rows: Rows) -> Html:
     ]
     bounds = (0.0, 1.0, 3.0, 10.0, float("inf"))
     body = []
-    for low, high in itertools.pairwise(bounds):
-        inside = [row for m, row in known.items() if low <= ratios[m] < high]
+    for posterior, (low, high) in itertools.product(("closed_form", "amortized"), itertools.pairwise(bounds)):
+        inside = [row for m, row in known.items() if _posterior(m) == posterior and low <= ratios[m] < high]
+        if not inside:
+            continue
         collapsed = sum((number(row, "rho_recon") or 0.0) > COLLAPSED_RHO for row in inside)
         name = f"{low:g} to {high:g}" if high < float("inf") else f"{low:g} and more"
-        share = f"{collapsed / len(inside):.2f}" if inside else "n/a"
-        cells = [str(len(inside)), str(collapsed), share]
-        body.append([row_head(name), *(tag("td", cell, class_="number") for cell in cells)])
+        cells = [str(len(inside)), str(collapsed), f"{collapsed / len(inside):.2f}"]
+        numbers = (tag("td", cell, class_="number") for cell in cells)
+        body.append([row_head(posterior), tag("td", name), *numbers])
     note = (
         "The threshold is known before training: below beta, a ratio of 1 (the line), ignoring z is the optimum. "
         f"Collapsed: rho_recon above {COLLAPSED_RHO:g}, so that z explains hardly anything. Above beta, not collapsing "
@@ -476,6 +485,11 @@ def _collapse(rows: Rows) -> Html:
 
 def _beta(member: Member) -> float:
     return float(SETTINGS[member.setting].get("beta", ExperimentConfig().beta))
+
+
+def _posterior(member: Member) -> str:
+    """`closed_form` is what every task's file in `configs/` says."""
+    return str(SETTINGS[member.setting].get("posterior", "closed_form"))
 
 
 def _token_share(rows: Rows) -> Html:
@@ -537,15 +551,20 @@ def _time(rows: Rows) -> Html:
         ]
         cells = [f"{sum(known) / 3600:.2f}", str(len(known))]
         body.append([row_head(stage), *(tag("td", cell, class_="number") for cell in cells)])
-    whole = [
-        total
-        for row in rows.values()
-        if number(row, "seconds_reference") is not None
-        and (total := sum(number(row, f"seconds_{stage}") or 0.0 for stage in SECONDS)) > 0
-    ]
-    longest = f"The longest run took {max(whole) / 60:.1f} minutes of one core, its reference with it." if whole else ""
-    note = "Each process had one thread, two at a time on two cores. A reference that was there only took its loading."
-    return section(title, paragraph(f"{note} {longest}", look="faint small"), data_table(head, body))
+    note = (
+        "Each process had one thread, two at a time on two cores. A reference that was there only took its loading, "
+        "and runs of one program share its time to disentangle."
+    )
+    return section(title, paragraph(note, look="faint small"), data_table(head, body))
+
+
+def _whole_seconds(row: Row) -> float | None:
+    """All stages of a run that trained its reference itself and was alone in its program; None for others."""
+    reference, score = number(row, "seconds_reference"), number(row, "seconds_score")
+    # Loading stored scores takes no time; computing them takes seconds.
+    if row["members"] != "1" or reference is None or score is None or score < 1:
+        return None
+    return sum(number(row, f"seconds_{stage}") or 0.0 for stage in SECONDS)
 
 
 def _every_run(rows: Rows) -> Html:
