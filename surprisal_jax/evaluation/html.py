@@ -81,6 +81,7 @@ ul{padding-left:1.25rem}
 .facts{display:flex;flex-wrap:wrap;gap:.25rem 1.5rem;margin:.5rem 0}
 .facts div{display:flex;gap:.4rem}
 dt{color:var(--faint)}
+.facts dt{white-space:nowrap}
 dd{margin:0}
 .headline{display:flex;flex-wrap:wrap;gap:.75rem;margin:1rem 0}
 .headline div{flex:1 1 16rem;background:var(--card);border-radius:.5rem;padding:.75rem 1rem}
@@ -114,7 +115,9 @@ thead th{color:var(--faint);font-size:.875rem;font-weight:600}
 .panels table{font-size:.875rem;width:100%}
 .panels td,.panels th{padding:.15rem .5rem .15rem 0;font-weight:400}
 .panels tbody th{padding-left:3rem;text-indent:-3rem}
-.panels svg.swatch{display:inline-block;width:2.5rem;height:.7rem;margin-right:.5rem;vertical-align:baseline}
+.legend span+span{margin-left:.4rem}
+.panels svg.swatch,.legend svg.swatch{display:inline-block;width:2.5rem;height:.7rem;margin-right:.5rem;
+vertical-align:baseline}
 .trace-title{white-space:pre-wrap}
 .trace{position:relative;margin:.25rem 0 1.25rem}
 .token{display:inline-block;max-width:100%;margin:0 .2rem .3rem 0;padding:.15rem .4rem;border-radius:.25rem;

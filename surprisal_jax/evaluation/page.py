@@ -217,7 +217,7 @@ def _training_curves(metrics: Sequence[Mapping[str, Any]]) -> Html:
         head = [column("curve"), column("last value", look="number"), column("at step", look="number")]
         rows = [
             [
-                row_head(_swatch(curve), curve.legend),
+                row_head(swatch(curve), curve.legend),
                 tag("td", f"{curve.points[-1][1]:.4g}", class_="number"),
                 tag("td", curve.points[-1][0], class_="number"),
             ]
@@ -234,7 +234,7 @@ def _panel_svg(panel: Panel, curves: Sequence[Curve], number: int) -> Html:
     return inline_svg(lambda axes: draw_curves(axes, panel, curves), (3.8, 2.5), label, f"panel {number}")
 
 
-def _swatch(curve: Curve) -> Html:
+def swatch(curve: Curve) -> Html:
     """A piece of the curve for its legend."""
     style = curve.style
     dashes = style["ls"][1] if isinstance(style["ls"], tuple) else _DASHES[style["ls"]]

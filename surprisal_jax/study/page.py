@@ -28,8 +28,8 @@ from surprisal_jax.evaluation.html import (
     section,
     tag,
 )
-from surprisal_jax.evaluation.page import shares_table
-from surprisal_jax.evaluation.report import COLOURS, METRICS, STYLES
+from surprisal_jax.evaluation.page import shares_table, swatch
+from surprisal_jax.evaluation.report import COLOURS, METRICS, STYLES, Curve
 from surprisal_jax.files import write_text
 from surprisal_jax.study.plan import EVERYWHERE, FROZEN, SETTINGS, Member, members
 from surprisal_jax.study.table import SECONDS
@@ -375,12 +375,16 @@ def _over_steps(points: Mapping[Member, list[tuple[int, float]]]) -> Html:
     if not figures:
         return section(title, paragraph("No curves yet."))
     note = "The posterior network against the strategies on the validation set, under its best map; a line a seed."
-    legend = []
-    for index, setting in enumerate(EVERYWHERE.settings):
-        line = tag("line", x1=0, y1=6, x2=24, y2=6, stroke=f"var(--curve-{index})", stroke_width=2)
-        legend.append(tag("span", tag("svg", line, viewBox="0 0 24 12", width=24, height=12), " ", setting))
+    legend = [
+        tag("span", swatch(Curve(setting, setting, [], _style(index))), " ", setting)
+        for index, setting in enumerate(EVERYWHERE.settings)
+    ]
     parts = [paragraph(note, look="faint small"), tag("p", *legend, class_="legend small")]
     return section(title, *parts, tag("div", *lines(figures), class_="panels"))
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": COLOURS[index], "ls": STYLES[index], "lw": 1}
 
 
 def _curves_svg(task: str, curves: Mapping[Member, list[tuple[int, float]]]) -> Html:
@@ -388,7 +392,7 @@ def _curves_svg(task: str, curves: Mapping[Member, list[tuple[int, float]]]) -> 
         for member, line in curves.items():
             index = EVERYWHERE.settings.index(member.setting)
             steps, values = zip(*line, strict=True)
-            axes.plot(steps, values, color=COLOURS[index], ls=STYLES[index], lw=1, alpha=0.8)
+            axes.plot(steps, values, **_style(index), alpha=0.8)
         axes.set_ylim(-0.02, 1.02)
         _plain(axes, "step", "posterior alignment")
 
@@ -401,7 +405,7 @@ def _time_to_aligned(points: Mapping[Member, list[tuple[int, float]]]) -> Html:
         column("setting"),
         column("runs", look="number"),
         column("reached it", look="number"),
-        column("median step of these", look="number"),
+        column("median step", look="number"),
         column("latest", look="number"),
     ]
     body = []
@@ -480,7 +484,9 @@ def _collapse(rows: Rows) -> Html:
         "pays; whether training gets there is another matter."
     )
     picture = _scatter(known, ratios.get, "collapse threshold / beta", "collapse", True, 1.0)
-    return section(title, paragraph(note, look="faint small"), _task_legend(), picture, data_table(head, body))
+    return section(
+        title, paragraph(note, look="faint small"), _task_legend(), picture, scrolling(data_table(head, body), title)
+    )
 
 
 def _beta(member: Member) -> float:
