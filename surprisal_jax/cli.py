@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surprisal_jax import __version__
+from surprisal_jax.allocator import keep_freed_memory
 from surprisal_jax.config import (
     ExperimentConfig,
     InputError,
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         path, flags = arguments
         config = load_config(path, flags)
+        keep_freed_memory()
 
         from surprisal_jax.run import run
 

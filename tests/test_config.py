@@ -593,12 +593,13 @@ def test_configs(name: str, expected: ExperimentConfig) -> None:
 
 
 def test_the_tasks_files_are_one_recipe() -> None:
-    """The number of records and of the reference's steps may follow the task, and nothing else."""
+    """The number of records and of steps and the model's size may follow the task, and nothing else."""
     recipes = []
     for task in TASK_NAMES:
         recipe = to_dict(load_config(CONFIGS / f"{task}.yaml"))
         assert recipe.pop("task") == task
-        del recipe["data"]["train_groups"], recipe["reference"]["steps"]
+        del recipe["data"]["train_groups"], recipe["reference"]["steps"], recipe["disentangle"]["steps"]
+        del recipe["model"]["num_heads"], recipe["model"]["num_kv_heads"], recipe["model"]["head_dim"]
         recipes.append(recipe)
     assert all(recipe == recipes[0] for recipe in recipes)
 

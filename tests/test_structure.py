@@ -15,7 +15,7 @@ PACKAGE = ROOT / "surprisal_jax"
 
 # From the bottom up: a module may import from its own row and from rows above its own in this list.
 LAYERS = (
-    ("losses", "config", "files", "sequences"),
+    ("losses", "allocator", "config", "files", "sequences"),
     ("tasks",),
     ("data",),
     ("dataset", "models"),

@@ -82,6 +82,10 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 _EVERYWHERE = ("default", "scope example", "token weight 0", "token weight 0, beta 0.01", "amortized")
 
 FROZEN = Block("the recipe, frozen", ("default", "scope example"), TASK_NAMES, tuple(range(10, 15)))
+# The first freeze failed on these two, on seeds 10 and 11 (docs/recipe.md), which made these seeds known.
+FROZEN_AGAIN = Block(
+    "the recipe, frozen again", FROZEN.settings, ("multidigit_addition", "linear_equations"), tuple(range(15, 20))
+)
 EVERYWHERE = Block("everywhere", _EVERYWHERE, TASK_NAMES, tuple(range(5)))
 ABLATIONS = Block(
     "ablations",
@@ -89,7 +93,7 @@ ABLATIONS = Block(
     ("grid_pathfinding", "sorting_algorithms"),
     tuple(range(3)),
 )
-PLAN = (FROZEN, EVERYWHERE, ABLATIONS)
+PLAN = (FROZEN, FROZEN_AGAIN, EVERYWHERE, ABLATIONS)
 
 
 def members(blocks: tuple[Block, ...] = PLAN) -> Iterator[Member]:

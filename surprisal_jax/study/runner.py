@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 
+from surprisal_jax.allocator import keep_freed_memory
 from surprisal_jax.study.plan import Member, configuration
 
 
@@ -63,6 +64,7 @@ def run_unit(unit: Sequence[Member], runs: Path, output: Path) -> None:
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    keep_freed_memory()
     from surprisal_jax.study.members import run_members
 
     run_members({member: configuration(member, str(runs)) for member in unit}, output)
