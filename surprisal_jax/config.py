@@ -485,7 +485,16 @@ class ExperimentConfig:
     inverse_nll_floor: float = setting("least surprisal in the inverse token weights, in nats", 1e-6, above=0)
     divisor_floor: float = setting("least divisor of a normalised term, in nats", 1e-3, above=0)
     chunk_size: int = setting("rows of vocabulary-sized logits alive at once", 2048, at_least=1)
-    data_parallel: int | None = setting("devices each batch is spread over; none: all", None, at_least=1)
+    data_parallel: int | None = setting(
+        "devices, or groups of fsdp devices, that each batch is spread over; none: all there are", None, at_least=1
+    )
+    fsdp: int = setting("devices that share out parameters and optimizer state, beside the batch", 1, at_least=1)
+    micro_batches: int = setting(
+        "parts of a batch computed one after another, with one update from all of them (gradient accumulation)",
+        1,
+        at_least=1,
+    )
+    rematerialize: bool = setting("compute each layer again in the backward pass and keep only its input", False)
     distributed: bool = setting(
         "this process is one of several that a cluster started (a TPU pod, Slurm, Open MPI)", False
     )
@@ -504,6 +513,7 @@ class ExperimentConfig:
                 _contradiction(self, (name,), f"got {show(value)}, expected a {section.__name__}")
         self._check_task()
         self._check_closed_form()
+        self._check_mesh()
         self._check_batches()
         self._check_traces()
 
@@ -572,9 +582,19 @@ class ExperimentConfig:
                 "(a sample has no label)",
             )
 
+    def _check_mesh(self) -> None:
+        if self.model.width % self.fsdp:
+            _contradiction(
+                self,
+                ("fsdp", "model.width"),
+                f"got fsdp {self.fsdp} with model.width {self.model.width}, expected fsdp to divide it",
+            )
+
     def _check_batches(self) -> None:
-        # A group is summed where its examples lie, so a device has to hold whole groups.
-        devices = 1 if self.data_parallel is None else self.data_parallel
+        # A group is summed where its examples lie, so each micro-batch of a device has to hold whole groups.
+        parts = {"data_parallel": self.data_parallel or 1, "fsdp": self.fsdp, "micro_batches": self.micro_batches}
+        parts = {name: count for name, count in parts.items() if count > 1}
+        together = math.prod(parts.values())
         group = self.data.group_size if self.latent_scope == "group" else 1
         if self.anchors and self.disentangle.batch_size < 4 * group:
             _contradiction(
@@ -584,18 +604,17 @@ class ExperimentConfig:
                 f"expected at least {4 * group} (anchors take at most a quarter of a batch)",
             )
         for name, batch_size, unit in (
-            ("reference.batch_size", self.reference.batch_size, devices),
-            ("disentangle.batch_size", self.disentangle.batch_size, devices * group),
+            ("reference.batch_size", self.reference.batch_size, together),
+            ("disentangle.batch_size", self.disentangle.batch_size, together * group),
         ):
             if batch_size % unit == 0:
                 continue
             fields, given = [name], []
-            if group > 1 and unit != devices:
+            if group > 1 and unit != together:
                 fields += ["latent_scope", "data.group_size"]
                 given.append(f"latent_scope 'group' and data.group_size {group}")
-            if devices > 1:
-                fields.append("data_parallel")
-                given.append(f"data_parallel {devices}")
+            fields += parts
+            given += [f"{name} {count}" for name, count in parts.items()]
             problem = f"got {name} {batch_size} with {' and '.join(given)}, expected {name} to be a multiple of {unit}"
             _contradiction(self, fields, problem)
 
@@ -810,8 +829,17 @@ def _did_you_mean(name: str) -> str:
 # Out again: dictionaries, files, identities
 # --------------------------------------------------------------------------------------------------------
 
-# Where a run lies, what it logs and how many devices it uses do not make it another run.
-NOT_IDENTITY = ("output_dir", "run_dir", "logging", "data_parallel", "distributed")
+# Where a run lies, what it logs, how many devices it uses and how much it computes at once do not make it another run.
+NOT_IDENTITY = (
+    "output_dir",
+    "run_dir",
+    "logging",
+    "data_parallel",
+    "fsdp",
+    "micro_batches",
+    "rematerialize",
+    "distributed",
+)
 
 
 def to_dict(config: ExperimentConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from surprisal_jax.config import DataConfig, DisentangleConfig, ExperimentConfig
 from surprisal_jax.models.latent import PosteriorNetwork
 from surprisal_jax.models.transformer import Decoder, new_module
 from surprisal_jax.sequences import Vocabulary, build_sequences
-from surprisal_jax.training.sharding import compile_over_data, make_mesh
+from surprisal_jax.training.sharding import compile_step, make_mesh, over_mesh
 from surprisal_jax.training.state import TrainState, make_optimizer
 from surprisal_jax.training.step import Hyperparameters, LatentStep, make_hyperparameters, make_latent_step
 
@@ -107,9 +107,9 @@ class StepFixture:
     def value_and_gradient(self, batch: Any = None, reference: Any = None) -> Any:
         return _value_and_gradient(self.step, self.params(), batch or self.batch, self.hyperparameters, reference)
 
-    def compiled(self, devices: int) -> Any:
-        mesh = make_mesh(replace(self.config, data_parallel=devices))
-        return compile_over_data(self.step.train_step, mesh, batched=(False, True, False, False), donate=(0,)), mesh
+    def compiled(self, data_parallel: int, fsdp: int = 1) -> Any:
+        mesh = make_mesh(replace(self.config, data_parallel=data_parallel, fsdp=fsdp))
+        return compile_step(over_mesh(self.step, mesh)), mesh
 
 
 def assert_trees_close(actual: Any, expected: Any, tolerance: float) -> None:

@@ -55,6 +55,9 @@ DEFAULTS: dict[str, Any] = {
     "divisor_floor": 1e-3,
     "chunk_size": 2048,
     "data_parallel": None,
+    "fsdp": 1,
+    "micro_batches": 1,
+    "rematerialize": False,
     "distributed": False,
     "reconstruction": {
         "raw_weight": 1.0,
@@ -346,6 +349,12 @@ BAD_FILES: list[tuple[str | bytes, str]] = [
         "reference.batch_size to be a multiple of 3",
     ),
     (
+        "fsdp: 4\nmicro_batches: 3\n",
+        "fsdp: got reference.batch_size 64 with fsdp 4 and micro_batches 3, expected reference.batch_size to "
+        "be a multiple of 12",
+    ),
+    ("fsdp: 5\n", "fsdp: got fsdp 5 with model.width 64, expected fsdp to divide it"),
+    (
         "data_parallel: 32\nlatent_scope: group\nreference:\n  batch_size: 64\n",
         "latent_scope: got disentangle.batch_size 32 with latent_scope 'group' and data.group_size 2 and "
         "data_parallel 32, expected disentangle.batch_size to be a multiple of 64",
@@ -519,11 +528,15 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert load_config(tmp_path / "saved.yaml").seed == 1
 
 
+#: How much is computed at once and where: not what.
+EXECUTION = ("fsdp", "micro_batches", "rematerialize")
+
+
 def test_the_identity_is_the_hash_of_what_decides_the_result() -> None:
     counted = {
         k: v
         for k, v in DEFAULTS.items()
-        if k not in ("output_dir", "run_dir", "logging", "data_parallel", "distributed")
+        if k not in ("output_dir", "run_dir", "logging", "data_parallel", "distributed", *EXECUTION)
     }
     counted |= {"data_seed": 0, "reference_seed": 0}
     text = json.dumps(counted, sort_keys=True, separators=(",", ":"))

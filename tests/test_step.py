@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 from step_fixture import CONFIG, StepFixture, assert_trees_close
 
 from surprisal_jax import losses
 from surprisal_jax.training.sharding import (
+    BATCH_AXES,
     compile_with_pmap,
-    compile_with_shard_map,
     make_mesh,
     put_batch,
-    put_replicated,
+    put_on_mesh,
 )
 from surprisal_jax.training.step import Hyperparameters
 
@@ -191,7 +192,7 @@ def test_the_reference_is_not_donated_and_does_not_share_buffers_with_the_state(
     fixture._params["model"] = fixture.reference
     before = jax.tree.map(np.array, fixture.reference)
     compiled, mesh = fixture.compiled(1)
-    state, reference = put_replicated(fixture.state(), mesh), put_replicated(fixture.reference, mesh)
+    state, reference = put_on_mesh(fixture.state(), mesh), put_on_mesh(fixture.reference, mesh)
     for _ in range(10):
         state, _ = compiled(state, put_batch(fixture.online_batch, mesh), fixture.hyperparameters, reference)
     jax.tree.map(np.testing.assert_array_equal, fixture.reference, before)
@@ -302,20 +303,33 @@ def test_a_term_that_is_off_is_not_in_the_program() -> None:
 # ---------------------------------------------------------------------------------------------------- many devices
 
 
+#: data_parallel x fsdp
+MESHES = {"one device": (1, 1), "data": (DEVICES, 1), "data and fsdp": (2, 4), "fsdp": (1, DEVICES)}
+
+
 def run_steps(kind: str, fixture: StepFixture, reference: Any, steps: int = 20) -> tuple[list[Any], Any]:
-    """Metrics of every step, and the parameters after the first, by one of the four ways to run the same step."""
+    """Metrics of every step, and the parameters after the first, by one of the ways to run the same step."""
     batch = fixture.online_batch if reference is not None else fixture.batch
     if kind == "pmap":
         compiled: Any = compile_with_pmap(fixture.step.train_step, DEVICES)
         placed: Any = {n: v.reshape(DEVICES, v.shape[0] // DEVICES, *v.shape[1:]) for n, v in batch.items()}
         state = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), fixture.state())
     else:
-        if kind == "shard_map":
-            mesh = make_mesh(replace(fixture.config, data_parallel=DEVICES))
-            compiled = compile_with_shard_map(fixture.step.train_step, mesh)
+        if kind in MESHES:
+            compiled, mesh = fixture.compiled(*MESHES[kind])
         else:
-            compiled, mesh = fixture.compiled(1 if kind == "one device" else DEVICES)
-        state, reference = put_replicated(fixture.state(), mesh), put_replicated(reference, mesh)
+            mesh = make_mesh(replace(fixture.config, data_parallel=DEVICES))
+            train_step: Any = fixture.step.train_step
+            if kind == "shard_map":
+                train_step = jax.shard_map(
+                    partial(train_step, axis_name=BATCH_AXES),
+                    mesh=mesh,
+                    in_specs=(PartitionSpec(), PartitionSpec(BATCH_AXES), PartitionSpec(), PartitionSpec()),
+                    out_specs=PartitionSpec(),
+                    check_vma=False,
+                )
+            compiled = jax.jit(train_step)
+        state, reference = put_on_mesh(fixture.state(), mesh), put_on_mesh(reference, mesh)
         placed = put_batch(batch, mesh)
     history, first_params = [], None
     for step in range(steps):
@@ -334,7 +348,8 @@ def run_steps(kind: str, fixture: StepFixture, reference: Any, steps: int = 20) 
     ids=["closed form, group, cached", "amortized, example, online"],
 )
 def test_one_device_equals_many(changes: dict[str, Any]) -> None:
-    """Terms and gradient of step 1 to 1e-5, losses of 20 steps to 1e-4: jit, pmap and shard_map on 8 devices.
+    """Terms and gradient of step 1 to 1e-5, losses of 20 steps to 1e-4, on 8 devices: as the stages compile it, over
+    every mesh; left to the partitioner; under pmap; and as a whole under a user's shard_map.
 
     Under SGD, and not Adam, which would hide a factor of the gradient: at rate 1 it is the parameters' change.
     """
@@ -346,7 +361,7 @@ def test_one_device_equals_many(changes: dict[str, Any]) -> None:
     reference = fixture.reference if online else None
     _, gradient = fixture.value_and_gradient(fixture.online_batch if online else None, reference)
     expected, _ = run_steps("one device", fixture, reference)
-    for kind in ("jit", "pmap", "shard_map"):
+    for kind in ("data", "data and fsdp", "fsdp", "jit", "pmap", "shard_map"):
         history, first_params = run_steps(kind, fixture, reference)
         assert_trees_close(history[0], expected[0], 1e-5)
         np.testing.assert_allclose([m.total for m in history], [m.total for m in expected], rtol=1e-4)

@@ -26,7 +26,7 @@ def decode_branches(
     eos_id: int,
     max_new_tokens: int,
     suffix_start: Array | None = None,
-    sampling_key: Array | None = None,
+    sampling_keys: Array | None = None,
 ) -> tuple[Array, Array]:
     """A continuation of each x under each latent: of tokens that are the most likely ones, or drawn.
 
@@ -38,7 +38,8 @@ def decode_branches(
       forced_ids: what follows the latent token: `</z> <y>`.
       eos_id: decoding of a branch ends with it; the loop ends when every branch has, or after `max_new_tokens`.
       suffix_start: `[B]`, the rotary position of a branch's first token; None: the true end of the prefix.
-      sampling_key: draws every token from the model's distribution; None: greedy.
+      sampling_keys: `[B]`, draw every token from the model's distribution, one key an example, so that a sample does
+        not depend on the batch it is in; None: greedy.
 
     Returns:
       `(tokens [B, K, max_new_tokens], log_router [B, K])`; after its first `eos_id` a branch holds `eos_id`.
@@ -68,8 +69,9 @@ def decode_branches(
         logits = jnp.einsum(
             "bkd,dv->bkv", hidden.astype(jnp.float32), model.unembedding, precision=jax.lax.Precision.HIGHEST
         )
-        if sampling_key is not None:
-            logits += jax.random.gumbel(jax.random.fold_in(sampling_key, index), logits.shape)
+        if sampling_keys is not None:
+            keys = jax.vmap(jax.random.fold_in, (0, None))(sampling_keys, index)
+            logits += jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
         planned = jax.lax.dynamic_index_in_dim(tokens, index + 1, axis=-1, keepdims=False)
         chosen = jnp.argmax(logits, axis=-1).astype(tokens.dtype)
         following = jnp.where((index + 1 < head) | ended, planned, chosen)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from surprisal_jax import losses
 from surprisal_jax.config import ExperimentConfig
-from surprisal_jax.data import evaluation_rows, gather
+from surprisal_jax.data import evaluation_rows
 from surprisal_jax.dataset import Dataset
 from surprisal_jax.evaluation import alignment
 from surprisal_jax.evaluation.decode import decode_branches
@@ -29,7 +29,7 @@ from surprisal_jax.models.latent import suffix_start
 from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.reseed import latent_to_reseed, reseed_latent, split_direction
-from surprisal_jax.training.sharding import compile_over_data, put_batch
+from surprisal_jax.training.sharding import compile_over_rows, put_rows
 from surprisal_jax.training.stages import evaluation_batch
 from surprisal_jax.training.state import TrainState
 from surprisal_jax.training.step import Evaluation, Hyperparameters, LatentStep
@@ -60,8 +60,8 @@ class Evaluator:
         self._mesh = mesh
         self._hyperparameters = hyperparameters
         self._arrays = {**dataset.arrays, **scores}
-        self._evaluate = compile_over_data(step.evaluate, mesh, batched=(False, True, False))
-        self._gradients = compile_over_data(step.latent_gradients, mesh, batched=(False, True, False, False))
+        self._evaluate = compile_over_rows(step.evaluate, mesh, batched=(False, True, False))
+        self._gradients = compile_over_rows(step.latent_gradients, mesh, batched=(False, True, False, False))
         vocabulary = dataset.vocabulary
 
         def decode(params: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +77,7 @@ class Evaluator:
                 suffix_start=suffix_start(lengths),
             )
 
-        self._decode = compile_over_data(decode, mesh, batched=(False, True, True))
+        self._decode = compile_over_rows(decode, mesh, batched=(False, True, True))
 
     def under(self, hyperparameters: Hyperparameters) -> Evaluator:
         """The same programs with other hyperparameters, without another compilation."""
@@ -111,7 +111,7 @@ class Evaluator:
         """What `compiled` gives for the rows, batch by batch, as host arrays in their order."""
         parts = []
         for chunk in evaluation_rows(rows[:, None], self.batch_size):
-            parts.append(jax.device_get(compiled(put_batch(gather(self._arrays, chunk), self._mesh))))
+            parts.append(jax.device_get(compiled(put_rows(self._arrays, chunk, self._mesh))))
             report(1)
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
 
@@ -128,7 +128,7 @@ class Evaluator:
         outputs: list[list[str]] = []
         log_router = []
         for chunk in evaluation_rows(rows[:, None], self.batch_size):
-            batch = put_batch(gather(prompts, chunk), self._mesh)
+            batch = put_rows(prompts, chunk, self._mesh)
             decoded = self._decode(params["model"], batch["prefix_tokens"], batch["prefix_lengths"])
             tokens, router = jax.device_get(decoded)
             counted = chunk >= 0

@@ -22,7 +22,7 @@ from surprisal_jax.losses.objective import (
     weighted_total,
 )
 from surprisal_jax.losses.reconstruction import ReconstructionTerms, reconstruction_terms
-from surprisal_jax.losses.reductions import all_sum, masked_mean_over_examples
+from surprisal_jax.losses.reductions import AxisName, all_sum, masked_mean_over_examples
 from surprisal_jax.losses.token_nll import (
     logits_from_hidden,
     marginal_token_nll,
@@ -40,6 +40,7 @@ from surprisal_jax.losses.token_weighting import (
 )
 
 __all__ = [
+    "AxisName",
     "ObjectiveTerms",
     "ReconstructionTerms",
     "TokenWeighting",

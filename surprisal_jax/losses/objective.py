@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from surprisal_jax.losses.divergence import categorical_kl
 from surprisal_jax.losses.reconstruction import ReconstructionTerms
-from surprisal_jax.losses.reductions import all_sum, masked_mean_over_examples, select
+from surprisal_jax.losses.reductions import AxisName, all_sum, masked_mean_over_examples, select
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
@@ -139,7 +139,7 @@ def prior_kl(
 
 
 def router_marginal_kl(
-    log_router: Float[Array, "*batch K"], example_mask: Shaped[Array, "*batch"], axis_name: str | None = None
+    log_router: Float[Array, "*batch K"], example_mask: Shaped[Array, "*batch"], axis_name: AxisName = None
 ) -> Float[Array, ""]:
     """`KL(mean router || uniform)`, the mean over the counted examples of the global batch; a scalar, nats.
 
@@ -154,6 +154,6 @@ def router_marginal_kl(
     return jnp.sum(mean * (log_mean + math.log(num_latents)))
 
 
-def mean_over_examples(terms: Any, example_mask: Shaped[Array, "*batch"], axis_name: str | None = None) -> Any:
+def mean_over_examples(terms: Any, example_mask: Shaped[Array, "*batch"], axis_name: AxisName = None) -> Any:
     """Every leaf `[...]` of a pytree averaged over the examples that count, over all devices of `axis_name`."""
     return jax.tree.map(lambda leaf: masked_mean_over_examples(leaf, example_mask, axis_name), terms)

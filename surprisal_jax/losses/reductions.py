@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import chex
 import jax
@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Shaped
 
 
-def all_sum(x: Shaped[Array, "*dims"], axis_name: str | None = None) -> Shaped[Array, "*dims"]:
-    """`x` summed over a mapped axis (`pmap`, `vmap` or `shard_map`), or `x` itself where there is none.
+#: A mapped axis (`pmap`, `vmap` or `shard_map`), several, or none.
+AxisName: TypeAlias = str | tuple[str, ...] | None
+
+
+def all_sum(x: Shaped[Array, "*dims"], axis_name: AxisName = None) -> Shaped[Array, "*dims"]:
+    """`x` summed over the mapped axes (`pmap`, `vmap` or `shard_map`), or `x` itself where there are none.
 
     Under `jit` over global arrays leave `axis_name` at None: sums over the batch are global there already.
     """
@@ -26,7 +30,7 @@ def select(mask: Shaped[Array, "*dims"], values: Float[Array, "*dims"]) -> Float
 
 
 def masked_mean_over_examples(
-    values: Float[Array, "*dims"], example_mask: Shaped[Array, "*dims"], axis_name: str | None = None
+    values: Float[Array, "*dims"], example_mask: Shaped[Array, "*dims"], axis_name: AxisName = None
 ) -> Float[Array, ""]:
     """Mean of per-example values over the examples that count; sum and count are both summed over devices first.
 

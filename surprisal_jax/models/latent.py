@@ -23,8 +23,16 @@ class PosteriorNetwork(nnx.Module):
     """`q(z | x, y)`: a decoder of its own over the z-free sequence, its hidden states pooled over the supervised
     tokens, a linear head."""
 
-    def __init__(self, config: ModelConfig, vocabulary_size: int, num_latents: int, *, rngs: nnx.Rngs) -> None:
-        self.decoder = Decoder(config, vocabulary_size, rngs=rngs)
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocabulary_size: int,
+        num_latents: int,
+        *,
+        rematerialize: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.decoder = Decoder(config, vocabulary_size, rematerialize=rematerialize, rngs=rngs)
         self.head = nnx.Linear(config.width, num_latents, rngs=rngs)
 
     def __call__(self, tokens: Array, loss_mask: Array) -> Array:

@@ -100,6 +100,14 @@ class Block(nnx.Module):
         self.up = nnx.Linear(config.width, config.mlp_width, use_bias=False, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(config.mlp_width, config.width, use_bias=False, dtype=dtype, rngs=rngs)
 
+    def __call__(
+        self, x: Array, positions: Array, prefix: Sequence[tuple[LayerCache, Array]], causal: Array
+    ) -> tuple[Array, LayerCache]:
+        """`[B, N, T, D]` after this layer and the cache of these positions, which attend the prefix's and their own."""
+        query, own = self.attention.project(self.attention_norm(x), positions)
+        x = x + self.attention.attend(query, [*prefix, (own, causal)])
+        return self.feed_forward(x), own
+
     def feed_forward(self, x: Array) -> Array:
         y = self.mlp_norm(x)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
@@ -108,8 +116,11 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A causal language model that ends at its final hidden states; logits are `hidden @ unembedding`."""
 
-    def __init__(self, config: ModelConfig, vocabulary_size: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, vocabulary_size: int, *, rematerialize: bool = False, rngs: nnx.Rngs
+    ) -> None:
         self.config = config
+        self.rematerialize = rematerialize
         scale = config.width**-0.5
         self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (vocabulary_size, config.width)))
         if not config.tied_embeddings:
@@ -177,11 +188,11 @@ class Decoder(nnx.Module):
         causal = jnp.tril(jnp.ones((length, length), bool))[None, None, None, None]
         caches = []
         for layer, block in enumerate(self.blocks):
-            query, own = block.attention.project(block.attention_norm(x), positions)
-            caches.append(own)
+            # Kept for the backward pass: the layer's input and, as suffixes attend them, a prefix's keys and values.
+            compute = jax.checkpoint(block.__call__) if self.rematerialize else block
             segments = self._prefix_segments(prefix, layer) if prefix is not None else []
-            x = x + block.attention.attend(query, [*segments, (own, causal)])
-            x = block.feed_forward(x)
+            x, own = compute(x, positions, segments, causal)
+            caches.append(own)
         return self.norm(x), tuple(caches)
 
     def _embed(self, tokens: Array) -> Array:

@@ -19,7 +19,7 @@ from surprisal_jax.evaluation.report import METRICS
 from surprisal_jax.run import Clock, claim_reference_directory, judge_weighting, prepare
 from surprisal_jax.study.plan import Member
 from surprisal_jax.study.table import CURVE_COLUMNS, RESULT_COLUMNS, SECONDS, append_rows
-from surprisal_jax.training.sharding import compile_over_data, make_mesh, put_batch, put_replicated
+from surprisal_jax.training.sharding import compile_step, make_mesh, over_mesh, put_batch, put_on_mesh
 from surprisal_jax.training.stages import Workplace, latent_batch_at, start_disentangling
 from surprisal_jax.training.step import make_hyperparameters
 
@@ -100,15 +100,10 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
     place, c_base, mesh = prepared.place, prepared.reference.c_base, prepared.place.mesh
     step, state = start_disentangling(place, prepared.reference)
     hyperparameters = [make_hyperparameters(config, c_base) for config in configs.values()]
-    compiled = compile_over_data(
-        jax.vmap(step.train_step, in_axes=(0, None, 0, None)),
-        mesh,
-        batched=(False, True, False, False),
-        donate=(0,),
-    )
+    compiled = compile_step(jax.vmap(over_mesh(step, mesh), in_axes=(0, None, 0, None)))
     frozen = prepared.reference.params if step.online_reference else None
-    states = put_replicated(jax.tree.map(lambda leaf: jnp.stack([leaf] * len(configs)), state), mesh)
-    stacked = put_replicated(jax.tree.map(lambda *leaves: jnp.stack(leaves), *hyperparameters), mesh)
+    states = put_on_mesh(jax.tree.map(lambda leaf: jnp.stack([leaf] * len(configs)), state), mesh)
+    stacked = put_on_mesh(jax.tree.map(lambda *leaves: jnp.stack(leaves), *hyperparameters), mesh)
     batch_at = latent_batch_at(place, step, prepared.scores)
     whole = Evaluator(step, hyperparameters[0], place.dataset, prepared.scores, mesh)
     evaluators = [whole.under(each) for each in hyperparameters]
@@ -123,7 +118,7 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
                 looked.append(state)
                 curves[member].append((done, metrics))
             if any(state is not old for state, old in zip(looked, before, strict=True)):
-                states = put_replicated(jax.tree.map(lambda *leaves: jnp.stack(leaves), *looked), mesh)
+                states = put_on_mesh(jax.tree.map(lambda *leaves: jnp.stack(leaves), *looked), mesh)
     clock.ends("disentangle")
     results = {}
     for member, (name, config) in enumerate(configs.items()):

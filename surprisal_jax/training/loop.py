@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from surprisal_jax.config import LoggingConfig
 from surprisal_jax.training.checkpoint import Checkpoints
 from surprisal_jax.training.progress import StageLog
-from surprisal_jax.training.sharding import put_batch, put_replicated
+from surprisal_jax.training.sharding import put_batch, put_on_mesh
 
 #: `(carry, step) -> (carry, metrics)`, run after the given number of steps.
 Evaluate = Callable[[Any, int], tuple[Any, Mapping[str, float]]]
@@ -51,7 +51,7 @@ def train(
     start = 0
     if restored is not None:
         start, carry, _ = restored
-    carry = put_replicated(carry, mesh)
+    carry = put_on_mesh(carry, mesh)
     if start == total_steps:
         checkpoints.close()
         return carry

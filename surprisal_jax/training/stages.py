@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,15 @@ from surprisal_jax.training.loop import Evaluate, train
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.reference import ReferenceStep
 from surprisal_jax.training.scores import ScoreCache
-from surprisal_jax.training.sharding import compile_over_data, first_process_first, put_batch, put_replicated
+from surprisal_jax.training.sharding import (
+    compile_over_rows,
+    compile_step,
+    first_process_first,
+    over_mesh,
+    put_on_mesh,
+    put_rows,
+    rows_here,
+)
 from surprisal_jax.training.state import TrainState, make_optimizer
 from surprisal_jax.training.step import (
     Hyperparameters,
@@ -53,7 +61,7 @@ class Workplace:
     def batch_at(
         self, arrays: Mapping[str, np.ndarray], group_size: int, batch_size: int, seed: int
     ) -> Callable[[int], dict[str, np.ndarray]]:
-        """The training batch of a step: a pure function of the step."""
+        """The training batch of a step, this process's rows of it: a pure function of the step."""
         train_rows = self.dataset.rows["train"]
         groups = units(self.dataset.split_records("train"), group_size)
         anchors = groups[:0]
@@ -62,16 +70,14 @@ class Workplace:
             anchors = groups[anchored[groups].any(axis=1)]
 
         def batch(step: int) -> dict[str, np.ndarray]:
-            within = batch_rows(groups, step, batch_size, seed, anchors)
+            within = batch_rows(groups, step, batch_size, seed, anchors)[rows_here(batch_size, self.mesh)]
             return gather(arrays, np.where(within >= 0, train_rows[within], -1))
 
         return batch
 
-    def batches(
-        self, arrays: Mapping[str, np.ndarray], rows: np.ndarray
-    ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """One pass over the given rows, in order, the last batch filled up with rows of -1."""
-        return [(chunk, gather(arrays, chunk)) for chunk in evaluation_rows(rows[:, None], evaluation_batch(self.mesh))]
+    def chunks(self, rows: np.ndarray) -> np.ndarray:
+        """One pass over the given rows, in order, in batches, the last filled up with rows of -1."""
+        return evaluation_rows(rows[:, None], evaluation_batch(self.mesh))
 
 
 @dataclass(frozen=True)
@@ -89,19 +95,26 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
     config, dataset = place.config, place.dataset
     key = jax.random.key(config.effective_reference_seed)
     definition, params = new_module(
-        lambda rngs: Decoder(config.model, dataset.vocabulary.size, rngs=rngs), jax.random.fold_in(key, _MODEL)
+        lambda rngs: Decoder(config.model, dataset.vocabulary.size, rematerialize=config.rematerialize, rngs=rngs),
+        jax.random.fold_in(key, _MODEL),
     )
-    step = ReferenceStep(definition, make_optimizer(config.reference), config.chunk_size, logit_precision(config.model))
-    compiled_score = compile_over_data(step.score, place.mesh, batched=(False, True))
+    step = ReferenceStep(
+        definition,
+        make_optimizer(config.reference),
+        config.micro_batches,
+        config.chunk_size,
+        logit_precision(config.model),
+    )
+    compiled_score = compile_over_rows(step.score, place.mesh, batched=(False, True))
     arrays = z_free(dataset.arrays)
-    validation = place.batches(arrays, dataset.rows["validation"])
+    validation = place.chunks(dataset.rows["validation"])
 
     def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
-        loss = mean_base_loss(compiled_score, carry["state"].params["model"], validation, place.mesh)
+        loss = mean_base_loss(compiled_score, carry["state"].params["model"], arrays, validation, place.mesh)
         if loss < float(carry["best_loss"]):
             # A copy, as the next step consumes the state.
             best = jax.tree.map(lambda x: x.copy(), carry["state"].params["model"])
-            carry = {**carry, "best_params": best, "best_loss": put_replicated(np.float32(loss), place.mesh)}
+            carry = {**carry, "best_params": best, "best_loss": put_on_mesh(np.float32(loss), place.mesh)}
         return carry, {"validation_loss": loss}
 
     carry = train(
@@ -111,7 +124,7 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
             "best_params": params,
             "best_loss": np.float32(np.inf),
         },
-        train_step=compile_over_data(step.train_step, place.mesh, batched=(False, True), donate=(0,)),
+        train_step=compile_step(over_mesh(step, place.mesh)),
         batch_at=place.batch_at(arrays, 1, config.reference.batch_size, config.effective_reference_seed),
         evaluate=evaluate,
         evaluate_every=config.reference.evaluate_every,
@@ -152,11 +165,11 @@ def _score(
         return cache.read()
     compiled = reference.compiled_score
     if name != "base_token_nll":
-        compiled = compile_over_data(partial(reference.step.score, name=name), place.mesh, batched=(False, True))
-    remaining = place.batches(arrays, np.arange(cache.rows_done, count, dtype=np.int32))
+        compiled = compile_over_rows(partial(reference.step.score, name=name), place.mesh, batched=(False, True))
+    remaining = place.chunks(np.arange(cache.rows_done, count, dtype=np.int32))
     with StageLog("score", len(remaining), 0, directory, log_every=1) as log:
-        for index, (rows, batch) in enumerate(remaining):
-            values = np.asarray(compiled(reference.params, put_batch(batch, place.mesh)))[rows >= 0]
+        for index, rows in enumerate(remaining):
+            values = np.asarray(compiled(reference.params, put_rows(arrays, rows, place.mesh)))[rows >= 0]
             if jax.process_index() == 0:
                 cache.append(values)
             log.log(index + 1, {})
@@ -171,12 +184,11 @@ def weigh_records(
     def weigh(batch: Mapping[str, jax.Array], hyperparameters: Hyperparameters) -> losses.TokenWeighting:
         return weigh_batch(batch, hyperparameters, place.config.reconstruction.token_weight_source)
 
-    compiled = compile_over_data(weigh, place.mesh, batched=(True, False))
+    compiled = compile_over_rows(weigh, place.mesh, batched=(True, False))
     names = ("z_free_loss_mask", "suffix_loss_mask", "alignment_offsets")
     arrays = {**{name: place.dataset.arrays[name] for name in names}, **scores}
     parts = [
-        jax.device_get(compiled(put_batch(batch, place.mesh), hyperparameters))
-        for _, batch in place.batches(arrays, rows)
+        jax.device_get(compiled(put_rows(arrays, chunk, place.mesh), hyperparameters)) for chunk in place.chunks(rows)
     ]
     joined = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
     assert isinstance(joined, losses.TokenWeighting)
@@ -188,7 +200,9 @@ def start_disentangling(place: Workplace, reference: Reference) -> tuple[LatentS
     config, vocabulary = place.config, place.dataset.vocabulary
     key = jax.random.key(config.seed)
     definition, posterior = new_module(
-        lambda rngs: PosteriorNetwork(config.model, vocabulary.size, config.num_latents, rngs=rngs),
+        lambda rngs: PosteriorNetwork(
+            config.model, vocabulary.size, config.num_latents, rematerialize=config.rematerialize, rngs=rngs
+        ),
         jax.random.fold_in(key, _POSTERIOR_HEAD),
     )
     posterior["decoder"] = reference.params
@@ -225,7 +239,7 @@ def disentangle(
 ) -> dict[str, Any]:
     """Train router, generator and posterior; their parameters, on the mesh, under the keys `model` and `posterior`."""
     config = place.config
-    compiled = compile_over_data(step.train_step, place.mesh, batched=(False, True, False, False), donate=(0,))
+    compiled = compile_step(over_mesh(step, place.mesh))
     frozen = reference.params if step.online_reference else None
     carry = train(
         "disentangle",
@@ -252,14 +266,15 @@ def z_free(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def mean_base_loss(
     compiled_score: Callable[..., Any],
     params: Any,
-    batches: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]],
+    arrays: Mapping[str, np.ndarray],
+    chunks: np.ndarray,
     mesh: Mesh,
 ) -> float:
     """Mean over examples of `example_base_loss`, in float64 on the host: the same for any batch size."""
     total, count = 0.0, 0
-    for _, batch in batches:
-        token_nll = np.asarray(compiled_score(params, put_batch(batch, mesh)), np.float64)
-        supervised = batch["z_free_loss_mask"][:, 1:].sum(axis=1)
+    for rows in chunks:
+        token_nll = np.asarray(compiled_score(params, put_rows(arrays, rows, mesh)), np.float64)[rows >= 0]
+        supervised = arrays["z_free_loss_mask"][rows[rows >= 0], 1:].sum(axis=1)
         total += float((token_nll.sum(axis=1) / np.maximum(supervised, 1)).sum())
         count += int((supervised > 0).sum())
     return total / count

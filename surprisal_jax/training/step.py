@@ -18,9 +18,10 @@ from flax import nnx
 
 from surprisal_jax import losses
 from surprisal_jax.config import ExperimentConfig, ModelConfig
-from surprisal_jax.losses import ObjectiveTerms, ReconstructionTerms
+from surprisal_jax.losses import AxisName, ObjectiveTerms, ReconstructionTerms
 from surprisal_jax.models.latent import PosteriorNetwork, branch_tokens, router_log_probs, suffix_start
 from surprisal_jax.models.transformer import Decoder
+from surprisal_jax.training.gradients import train_step
 from surprisal_jax.training.state import TrainState, make_optimizer
 
 Array = jax.Array
@@ -93,6 +94,7 @@ class LatentStep:
     inter_latent_divergence: bool
     anchored: bool
     token_weight_source: str
+    micro_batches: int
     chunk_size: int
     logit_precision: jax.lax.Precision
 
@@ -103,7 +105,7 @@ class LatentStep:
         hyperparameters: Hyperparameters,
         reference_params: Any = None,
         *,
-        axis_name: str | None = None,
+        axis_name: AxisName = None,
     ) -> tuple[TrainState, StepMetrics]:
         """One update of router, generator and posterior. Pure; the state may be donated, the reference never.
 
@@ -114,15 +116,19 @@ class LatentStep:
             one group are neighbours.
           hyperparameters: traced scalars.
           reference_params: the frozen reference, with online scoring only.
-          axis_name: the mapped axis over which B is split, under `pmap` or `shard_map(check_vma=False)`.
+          axis_name: the mapped axes over which B is split, under `pmap` or `shard_map(check_vma=False)`.
         """
-        (total, metrics), gradients = jax.value_and_grad(self.loss, has_aux=True)(
-            state.params, batch, hyperparameters, reference_params, axis_name=axis_name
-        )
-        if axis_name is not None:
-            # Every device differentiated the whole, summed loss with respect to its own part: the mean is the gradient.
-            gradients = jax.lax.pmean(gradients, axis_name)
-        terms, usage, rates = metrics
+        return train_step(self, state, batch, (hyperparameters, reference_params), axis_name)
+
+    def counted(self, batch: Batch) -> Array:
+        """`[B]`, the examples that `loss` is a mean over."""
+        return batch["example_mask"] & jnp.any(batch["suffix_loss_mask"][:, 1:], axis=-1)
+
+    def update(
+        self, state: TrainState, value: tuple[Array, tuple[ObjectiveTerms, Array, FloorRates]], gradients: Any
+    ) -> tuple[TrainState, StepMetrics]:
+        """The state after one update, and the metrics of the step."""
+        total, (terms, usage, rates) = value
         norms = {name: optax.tree.norm(gradient) for name, gradient in gradients.items()}
         return state.apply_gradients(gradients, self.optimizer), StepMetrics(total, terms, usage, norms, rates)
 
@@ -133,7 +139,7 @@ class LatentStep:
         hyperparameters: Hyperparameters,
         reference_params: Any = None,
         *,
-        axis_name: str | None = None,
+        axis_name: AxisName = None,
     ) -> tuple[Array, tuple[ObjectiveTerms, Array, FloorRates]]:
         """The coefficient-weighted total over the global batch, and the terms, the posterior's usage and the floor
         rates."""
@@ -232,7 +238,7 @@ class LatentStep:
             divisor_floor=hyperparameters.divisor_floor,
         )
         return LatentEnumeration(
-            example_mask=batch["example_mask"] & jnp.any(mask, axis=-1),
+            example_mask=self.counted(batch),
             weighting=weighting,
             log_router=log_router,
             terms=terms,
@@ -352,6 +358,7 @@ def make_latent_step(
         inter_latent_divergence=config.inter_latent_divergence_weight != 0,
         anchored=config.anchors > 0,
         token_weight_source=config.reconstruction.token_weight_source,
+        micro_batches=config.micro_batches,
         chunk_size=config.chunk_size,
         logit_precision=logit_precision(config.model),
     )
@@ -404,7 +411,7 @@ def floor_rates(
     mask: Array,
     example_mask: Array,
     hyperparameters: Hyperparameters,
-    axis_name: str | None,
+    axis_name: AxisName,
 ) -> FloorRates:
     def rate(below: Array, counted: Array) -> Array:
         return losses.masked_mean_over_examples(below.astype(jnp.float32), counted, axis_name)

@@ -1,0 +1,1 @@
+"""Programs that measure side by side, in one process, and print ratios."""
