@@ -8,13 +8,12 @@ CONFIG ?= configs/grid_pathfinding.yaml
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-TPU_PYTHON := .venv-tpu/bin/python
 # Made last, so that an installation that was cut short is done again.
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train study pod test check clean
+.PHONY: help setup train study test check clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,13 +42,6 @@ train: setup ## run the four stages of the default experiment, or go on with the
 study: setup ## run what the study lacks, into docs/study
 	$(PYTHON) -m surprisal_jax.study $(ARGS)
 
-pod: setup ## compile the train step for TPU v5e at 4 to 256 chips, without one; libtpu goes into .venv-tpu
-	@$(TPU_PYTHON) -c 'import libtpu' 2>/dev/null || { \
-		$(PYTHON) -m venv --clear .venv-tpu && \
-		$(TPU_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-			--editable . 'libtpu==0.0.42.*'; }
-	$(TPU_PYTHON) -m benchmarks.pod $(ARGS)
-
 test: setup ## run the tests
 	$(PYTHON) -m pytest $(ARGS)
 
@@ -58,6 +50,6 @@ check: setup ## lint, formatting and types, as CI runs them
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-clean: ## remove .venv, .venv-tpu, caches and build files, and keep the runs
-	rm -rf $(VENV) .venv-tpu build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+clean: ## remove .venv, caches and build files, and keep the runs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,1 +1,1 @@
-"""Programs that measure side by side, in one process, and print ratios."""
+"""Programs that measure; so far what reads a compiled program, for the tests."""

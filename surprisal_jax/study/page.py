@@ -31,7 +31,7 @@ from surprisal_jax.evaluation.html import (
 from surprisal_jax.evaluation.page import shares_table, swatch
 from surprisal_jax.evaluation.report import COLOURS, METRICS, STYLES, Curve
 from surprisal_jax.files import write_text
-from surprisal_jax.study.plan import EVERYWHERE, FROZEN, FROZEN_AGAIN, SETTINGS, Member, members
+from surprisal_jax.study.plan import EVERYWHERE, FROZEN, FROZEN_AGAIN, SETTINGS, Block, Member, members
 from surprisal_jax.study.table import SECONDS
 from surprisal_jax.tasks import TASK_NAMES, get_task
 
@@ -239,28 +239,31 @@ def _frozen(rows: Rows) -> Html:
         "two failures of an earlier recipe, so these two tasks have five more seeds, which nobody had seen. A cell has "
         "alignment and sampled accuracy (scope example: coverage besides), shaded by the alignment."
     )
-    parts: list[Html] = [paragraph(note, look="faint small")]
+    parts = [paragraph(note, look="faint small")]
     for setting in FROZEN.settings:
         for block in (FROZEN, FROZEN_AGAIN):
-            name = f"{setting}, seeds {block.seeds[0]} to {block.seeds[-1]}"
-            of_block = {
-                m: rows[m] for m in rows if m.setting == setting and m.seed in block.seeds and m.task in block.tasks
-            }
-            parts.append(tag("h3", name))
-            if not of_block:
-                parts.append(paragraph("Not run yet."))
-                continue
-            parts.append(_counts(of_block, len(block.tasks) * len(block.seeds)))
-            head = [column("task"), *(column(f"seed {seed}", look="number") for seed in block.seeds)]
-            body = []
-            for task in block.tasks:
-                cells = [row_head(breakable(task))]
-                for seed in block.seeds:
-                    row = of_block.get(Member(task, seed, setting))
-                    cells.append(tag("td", "-") if row is None else _frozen_cell(row, setting == "scope example"))
-                body.append(cells)
-            parts.append(scrolling(data_table(head, body, "shares"), f"frozen recipe, {name}"))
+            parts += _frozen_block(rows, setting, block)
     return section("The frozen recipe, on seeds it was not developed on", *parts)
+
+
+def _frozen_block(rows: Rows, setting: str, block: Block) -> list[Html]:
+    name = f"{setting}, seeds {block.seeds[0]} to {block.seeds[-1]}"
+    of_block = {m: rows[m] for m in rows if m.setting == setting and m.seed in block.seeds and m.task in block.tasks}
+    if not of_block:
+        return [tag("h3", name), paragraph("Not run yet.")]
+    head = [column("task"), *(column(f"seed {seed}", look="number") for seed in block.seeds)]
+    body = []
+    for task in block.tasks:
+        cells = [row_head(breakable(task))]
+        for seed in block.seeds:
+            row = of_block.get(Member(task, seed, setting))
+            cells.append(tag("td", "-") if row is None else _frozen_cell(row, setting == "scope example"))
+        body.append(cells)
+    return [
+        tag("h3", name),
+        _counts(of_block, len(block.tasks) * len(block.seeds)),
+        scrolling(data_table(head, body, "shares"), f"frozen recipe, {name}"),
+    ]
 
 
 def _frozen_cell(row: Row, with_coverage: bool) -> Html:

@@ -121,25 +121,29 @@ def parameter_specs(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
+def parameter_shardings(tree: Any, mesh: Mesh) -> Any:
+    """`parameter_specs` on the mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(tree))
+
+
 def put_on_mesh(tree: Any, mesh: Mesh) -> Any:
     """A pytree, the same in every process, on the mesh: parameters and their moments split by the rules, all else on
     every device."""
-    specs = parameter_specs(tree)
+    shardings = parameter_shardings(tree, mesh)
     if jax.process_count() == 1:
-        return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), tree, specs)
+        return jax.device_put(tree, shardings)
 
-    def put(leaf: Any, spec: PartitionSpec) -> jax.Array:
-        sharding = NamedSharding(mesh, spec)
+    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = put(jax.random.key_data(leaf), spec)
+            data = put(jax.random.key_data(leaf), sharding)
             key: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
             return key
         host = np.asarray(leaf)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))
 
-    return jax.tree.map(put, tree, specs)
+    return jax.tree.map(put, tree, shardings)
 
 
 @functools.lru_cache
@@ -209,8 +213,7 @@ def over_mesh(step: Step, mesh: Mesh) -> Callable[..., tuple[Any, Any]]:
         in_specs = (specs, PartitionSpec(BATCH_AXES), *map(parameter_specs, others))
         value, gradients = _on_mesh(local, mesh, in_specs, (PartitionSpec(), specs))(state.params, batch, *others)
         new_state, metrics = step.update(state, value, gradients)
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(new_state))
-        return jax.lax.with_sharding_constraint(new_state, shardings), metrics
+        return jax.lax.with_sharding_constraint(new_state, parameter_shardings(new_state, mesh)), metrics
 
     return train_step
 
