@@ -525,6 +525,11 @@ class ExperimentConfig:
     def effective_reference_seed(self) -> int:
         return self.seed if self.reference_seed is None else self.reference_seed
 
+    @property
+    def holds_groups(self) -> bool:
+        """Whether a split may fix the posterior of groups for a while."""
+        return self.latent_scope == "group" and self.disentangle.reseed_until > 0
+
     def _check_task(self) -> None:
         if self.task is None:
             if self.data.path is None:

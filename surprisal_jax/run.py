@@ -42,10 +42,10 @@ from surprisal_jax.evaluation.evaluate import (
     evaluate_run,
     floor_warnings,
     heat_rows,
-    look_at_validation,
     weighting_metrics,
     write_figures,
 )
+from surprisal_jax.evaluation.look import look_at_validation, look_before_training
 from surprisal_jax.evaluation.page import write_report_page
 from surprisal_jax.evaluation.report import print_summary, read_metrics
 from surprisal_jax.evaluation.sampling import sample_traces
@@ -55,6 +55,7 @@ from surprisal_jax.training.stages import (
     Reference,
     Workplace,
     disentangle,
+    latent_rows_at,
     score,
     start_disentangling,
     train_reference,
@@ -110,14 +111,17 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     for warning in warnings:
         console.print(f"[yellow]warning[/]: {warning}", highlight=False)
 
-    step, state = start_disentangling(place, reference)
+    step, carry = start_disentangling(place, reference)
     evaluator = Evaluator(step, hyperparameters, dataset, scores, place.mesh)
+    rows_at = latent_rows_at(place, step)
 
-    def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
-        state, metrics = look_at_validation(evaluator, carry["state"], config, reference.c_base, done)
-        return {**carry, "state": state}, metrics
+    def begin(carry: Mapping[str, Any]) -> Mapping[str, Any]:
+        return look_before_training(evaluator, carry, config, rows_at)
 
-    params = disentangle(place, step, state, reference, scores, hyperparameters, directory, evaluate)
+    def evaluate(carry: Mapping[str, Any], done: int) -> tuple[Mapping[str, Any], Mapping[str, float]]:
+        return look_at_validation(evaluator, carry, config, reference.c_base, done, rows_at)
+
+    params = disentangle(place, step, carry, reference, scores, hyperparameters, directory, begin, evaluate)
     clock.ends("disentangle")
     summary_path = directory / "summary.json"
     if not summary_path.exists():

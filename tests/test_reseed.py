@@ -13,11 +13,13 @@ from step_fixture import CONFIG, StepFixture
 
 from surprisal_jax.config import load_config
 from surprisal_jax.dataset import load_dataset
-from surprisal_jax.evaluation.evaluate import Evaluator, look_at_validation
+from surprisal_jax.evaluation.evaluate import Evaluator
+from surprisal_jax.evaluation.look import look_at_validation, look_before_training
 from surprisal_jax.run import Clock, claim_reference_directory, prepare
-from surprisal_jax.training.reseed import SPLIT_SCALE, latent_to_reseed, reseed_latent, split_direction
-from surprisal_jax.training.sharding import make_mesh
-from surprisal_jax.training.stages import Workplace, start_disentangling
+from surprisal_jax.training.loop import train
+from surprisal_jax.training.reseed import SPLIT_SCALE, cluster_groups, latent_to_reseed, reseed_latent, split_direction
+from surprisal_jax.training.sharding import compile_step, make_mesh, over_mesh
+from surprisal_jax.training.stages import Workplace, latent_batch_at, latent_rows_at, start_disentangling
 from surprisal_jax.training.step import make_hyperparameters
 
 
@@ -146,33 +148,205 @@ def test_the_latents_gradients_are_those_of_the_reconstruction_total(trained) ->
     assert not gradients[4].any(), "an example that supervises nothing moves nothing"
 
 
+def grouped_gradients(strategies: np.ndarray, group_size: int = 2) -> np.ndarray:
+    """Gradients in 12 dimensions: what differs from record to record is a hundred times the strategy's part, and one
+    record in fifty is far out."""
+    rng = np.random.default_rng(1)
+    shape = (len(strategies), group_size, 12)
+    own = rng.normal(size=shape) @ np.diag([100.0] * 6 + [1.0] * 6)
+    means = np.zeros((3, 12))
+    means[1, 7], means[2, 8] = 3.0, 3.0
+    far = np.where(rng.random(shape[:2]) < 0.02, 1000.0, 1.0)
+    return (own + means[strategies][:, None]) * far[..., None] @ rng.normal(size=(12, 12))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_groups_are_told_apart_by_what_their_records_agree_on(count: int, group_size: int) -> None:
+    strategies = np.random.default_rng(0).integers(0, count, 1500)
+    gradients = grouped_gradients(strategies, group_size)
+    present = np.ones(gradients.shape[:2], bool)
+    clusters = cluster_groups(gradients, present, 5)
+    assert clusters.max() + 1 == count, "as many clusters as there are strategies, not as many as are allowed"
+    table = np.zeros((count, count))
+    np.add.at(table, (clusters, strategies), 1)
+    assert table.max(axis=1).sum() / len(strategies) > 0.97
+    assert len(set(table.argmax(axis=1))) == count
+    assert (np.diff(np.bincount(clusters)) <= 0).all(), "the largest first"
+    assert cluster_groups(gradients, present, 2).max() == 1, "no more than are allowed"
+
+
+def test_the_clusters_do_not_depend_on_the_embeddings_coordinates() -> None:
+    gradients = grouped_gradients(np.random.default_rng(0).integers(0, 3, 1500))
+    present = np.ones(gradients.shape[:2], bool)
+    turned = gradients @ np.random.default_rng(5).normal(size=(12, 12)) + 7.0
+    assert np.mean(cluster_groups(turned, present, 3) == cluster_groups(gradients, present, 3)) > 0.98
+
+
+def test_a_short_group_counts_with_the_record_it_has() -> None:
+    strategies = np.random.default_rng(0).integers(0, 2, 1500)
+    gradients, present = grouped_gradients(strategies), np.ones((1500, 2), bool)
+    present[:100, 1] = False
+    gradients[:100, 1] = np.nan
+    clusters = cluster_groups(gradients, present, 2)
+    agree = np.mean(clusters == strategies), np.mean(clusters[:100] == strategies[:100])
+    assert max(agree[0], 1 - agree[0]) > 0.95 and max(agree[1], 1 - agree[1]) > 0.85
+
+
+def test_there_is_one_cluster_where_records_of_a_group_have_nothing_in_common() -> None:
+    gradients = grouped_gradients(np.zeros(1500, int))
+    assert not cluster_groups(gradients, np.ones((1500, 2), bool), 3).any()
+    # Two clear clusters of records that groups do not share are none of groups.
+    side = np.random.default_rng(3).integers(0, 2, (1500, 2, 1))
+    assert not cluster_groups(gradients + 1000.0 * side, np.ones((1500, 2), bool), 3).any()
+
+
+def test_where_the_weights_are_of_the_models_surprisal_the_gradients_are_of_all_latents_weights() -> None:
+    reconstruction = replace(CONFIG.reconstruction, token_weight_source="model_surprisal", token_weighted_weight=2.0)
+    fixture = StepFixture(num_latents=3, reconstruction=reconstruction)
+    params, row = fixture.params()["model"], fixture.vocabulary.latent_ids[1]
+    gradients = np.asarray(fixture.step.latent_gradients(params, fixture.batch, fixture.hyperparameters, 1))
+
+    def total(embedding: jax.Array) -> jax.Array:
+        moved = {**params, "embedding": params["embedding"].at[row].set(embedding)}
+        return fixture.step.enumerate_latents(moved, fixture.batch, fixture.hyperparameters).reconstruction[0, 1]
+
+    np.testing.assert_allclose(gradients[0], jax.grad(total)(params["embedding"][row]), rtol=1e-4, atol=1e-6)
+
+
+class Stage:
+    """The disentangle stage of the small run at its start."""
+
+    def __init__(self, directory: Path, **changes: object) -> None:
+        short = {"reference.steps": 5, "reference.evaluate_every": 5, "disentangle.reseed_until": 10}
+        small = Path(__file__).parent / "data" / "small.yaml"
+        self.config = load_config(small, {**short, "data_parallel": 1, "output_dir": str(directory), **changes})
+        self.dataset = load_dataset(self.config)
+        claimed, identity = claim_reference_directory(self.config, self.dataset)
+        place = Workplace(self.config, self.dataset, make_mesh(self.config))
+        prepared = prepare(place, claimed, identity, Clock())
+        self.place, self.c_base = prepared.place, prepared.reference.c_base
+        self.step, self.carry = start_disentangling(self.place, prepared.reference)
+        self.hyperparameters = make_hyperparameters(self.config, self.c_base)
+        self.evaluator = Evaluator(self.step, self.hyperparameters, self.dataset, prepared.scores, self.place.mesh)
+        self.rows_at = latent_rows_at(self.place, self.step)
+        self.batch_at = latent_batch_at(self.place, self.step, prepared.scores)
+
+    def look(self, done: int, carry: object = None) -> tuple[dict, dict]:
+        return look_at_validation(self.evaluator, carry or self.carry, self.config, self.c_base, done, self.rows_at)
+
+
 def test_a_look_at_the_validation_set_draws_it_anew_only_in_time(tmp_path: Path, monkeypatch) -> None:
-    small = Path(__file__).parent / "data" / "small.yaml"
-    short = {"reference.steps": 5, "reference.evaluate_every": 5, "disentangle.reseed_until": 10, "data_parallel": 1}
-    config = load_config(small, {**short, "output_dir": str(tmp_path)})
-    dataset = load_dataset(config)
-    directory, identity = claim_reference_directory(config, dataset)
-    prepared = prepare(Workplace(config, dataset, make_mesh(config)), directory, identity, Clock())
-    step, state = start_disentangling(prepared.place, prepared.reference)
-    c_base = prepared.reference.c_base
-    evaluator = Evaluator(step, make_hyperparameters(config, c_base), dataset, prepared.scores, prepared.place.mesh)
+    stage = Stage(tmp_path, latent_scope="example")
     seen = []
 
     def choice(log_q: np.ndarray, loss: np.ndarray) -> tuple[int, int]:
         seen.append((log_q.shape, loss.shape))
         return 1, 0
 
-    monkeypatch.setattr("surprisal_jax.evaluation.evaluate.latent_to_reseed", choice)
-    same, metrics = look_at_validation(evaluator, state, config, c_base, 11)
-    assert same is state and "reseeded_latent" not in metrics and not seen
-    new, metrics = look_at_validation(evaluator, state, config, c_base, 10)
+    monkeypatch.setattr("surprisal_jax.evaluation.look.latent_to_reseed", choice)
+    same, metrics = stage.look(11)
+    assert same["state"] is stage.carry["state"] and "reseeded_latent" not in metrics and not seen
+    new, metrics = stage.look(10)
     assert seen == [((24, 3), (24, 3))]
     assert (metrics["reseeded_latent"], metrics["reseeded_at_latent"]) == (1, 0)
-    rows = np.asarray(dataset.vocabulary.latent_ids)
-    before, after = (np.asarray(s.params["model"]["embedding"])[rows] for s in (state, new))
+    rows = np.asarray(stage.dataset.vocabulary.latent_ids)
+    before, after = (np.asarray(c["state"].params["model"]["embedding"])[rows] for c in (stage.carry, new))
     np.testing.assert_allclose(after[0] + after[1], 2 * before[0], rtol=1e-5, atol=1e-6)
     assert np.abs(after[0] - after[1]).max() > 1e-4
     np.testing.assert_array_equal(after[2], before[2])
+    assert "held_latents" not in new and "anchor_latents" not in stage.batch_at(new, 0), "no groups, nothing to hold"
+
+
+def test_the_groups_of_a_split_latent_are_held_to_their_sides_until_the_next_look(tmp_path: Path, monkeypatch) -> None:
+    stage = Stage(tmp_path)
+    asked = []
+
+    def sides(gradients: np.ndarray, present: np.ndarray, most: int) -> np.ndarray:
+        asked.append((gradients.shape, most))
+        return np.arange(len(gradients)) % most
+
+    monkeypatch.setattr("surprisal_jax.evaluation.look.cluster_groups", sides)
+    monkeypatch.setattr("surprisal_jax.evaluation.look.latent_to_reseed", lambda *_: (2, 1))
+    begun = look_before_training(stage.evaluator, stage.carry, stage.config, stage.rows_at)
+    every, batch_size = stage.config.disentangle.evaluate_every, stage.config.disentangle.batch_size
+    assert asked == [((2048, 2, 16), 3)]
+    expected = np.repeat(np.arange(2048) % 3, 2)[: every * batch_size].reshape(every, batch_size)
+    np.testing.assert_array_equal(begun["held_latents"], expected)
+    for index in (0, 9):
+        np.testing.assert_array_equal(stage.batch_at(begun, index)["anchor_latents"], expected[index])
+
+    split, metrics = stage.look(10, begun)
+    assert (metrics["reseeded_latent"], metrics["reseeded_at_latent"]) == (2, 1)
+    held = split["held_latents"].reshape(-1, 2)
+    np.testing.assert_array_equal(held[:, 0], held[:, 1])
+    rows = np.concatenate([stage.rows_at(10 + i) for i in range(every)])
+    read = stage.evaluator.read(stage.carry["state"].params, rows).closed_form_log_posterior
+    at_source = read.reshape(-1, 2, 3).sum(axis=1).argmax(axis=1) == 1
+    assert 0 < at_source.sum() < len(at_source)
+    np.testing.assert_array_equal(held[:, 0] >= 0, at_source)
+    np.testing.assert_array_equal(held[at_source, 0], np.where(np.arange(at_source.sum()) % 2 == 1, 2, 1))
+    np.testing.assert_array_equal(stage.batch_at(split, 13)["anchor_latents"], split["held_latents"][3])
+
+    free, _ = stage.look(20, split)
+    assert (free["held_latents"] == -1).all()
+    monkeypatch.setattr("surprisal_jax.evaluation.look.cluster_groups", lambda g, *_: np.zeros(len(g), int))
+    unchanged, metrics = stage.look(10, begun)
+    assert unchanged["state"] is begun["state"] and "reseeded_latent" not in metrics
+    assert (unchanged["held_latents"] == -1).all()
+
+
+def test_a_users_anchors_win_over_what_is_held(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, anchors=1)
+    held = {**stage.carry, "held_latents": np.full((10, 16), 2, np.int32)}
+    rows, batch = stage.rows_at(3), stage.batch_at(held, 3)
+    anchors = stage.dataset.anchor_latents[rows]
+    assert (anchors >= 0).any() and (anchors != 2).any()
+    np.testing.assert_array_equal(batch["anchor_latents"], np.where(anchors >= 0, anchors, 2))
+
+
+def test_a_stage_stopped_between_looks_goes_on_with_what_is_held(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "surprisal_jax.evaluation.look.cluster_groups", lambda gradients, *_: np.arange(len(gradients)) % 3
+    )
+    stage = Stage(tmp_path / "reference")
+    begun = []
+
+    def trained(directory: Path, stop: int | None) -> np.ndarray:
+        config = stage.config
+        compiled = compile_step(over_mesh(stage.step, stage.place.mesh))
+
+        def batch_at(carry: dict, index: int) -> dict:
+            if index == stop:
+                raise KeyboardInterrupt
+            return stage.batch_at(carry, index)
+
+        def begin(carry: dict) -> dict:
+            begun.append(stop)
+            return dict(look_before_training(stage.evaluator, carry, config, stage.rows_at))
+
+        carry = train(
+            "disentangle",
+            # The step consumes the state.
+            jax.tree.map(lambda leaf: leaf.copy(), stage.carry),
+            train_step=lambda state, batch: compiled(state, batch, stage.hyperparameters, None),
+            batch_at=batch_at,
+            begin=begin,
+            evaluate=lambda carry, done: stage.look(done, carry),
+            evaluate_every=10,
+            total_steps=12,
+            batch_size=16,
+            directory=directory,
+            mesh=stage.place.mesh,
+            logging=config.logging,
+        )
+        return np.asarray(carry["state"].params["model"]["embedding"])
+
+    whole = trained(tmp_path / "whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "parts", 7)
+    np.testing.assert_array_equal(trained(tmp_path / "parts", None), whole)
+    assert begun == [None, 7], "a resumed stage does not begin anew"
 
 
 def optax_moment(opt_state: object, name: str) -> dict:

@@ -28,10 +28,8 @@ from surprisal_jax.evaluation.report import (
 from surprisal_jax.models.latent import suffix_start
 from surprisal_jax.sequences import detokenize, tokenize
 from surprisal_jax.training.progress import StageLog
-from surprisal_jax.training.reseed import latent_to_reseed, reseed_latent, split_direction
 from surprisal_jax.training.sharding import compile_over_rows, put_rows
 from surprisal_jax.training.stages import evaluation_batch
-from surprisal_jax.training.state import TrainState
 from surprisal_jax.training.step import Evaluation, Hyperparameters, LatentStep
 
 
@@ -279,41 +277,6 @@ def rho_recon(validation: Evaluation, c_base: float) -> float:
     """Validation mean of `E_q[raw] / c_base`, q the network."""
     expected = np.exp(validation.log_posterior.astype(np.float64)) * validation.raw_reconstruction_loss
     return float(expected.sum(axis=1).mean() / c_base)
-
-
-def look_at_validation(
-    evaluator: Evaluator, state: TrainState, config: ExperimentConfig, c_base: float, done: int
-) -> tuple[TrainState, dict[str, float]]:
-    """What happens every `evaluate_every` updates of the disentangle stage, after `done` of them.
-
-    Returns:
-      The state, with a latent drawn anew where one does nothing and `reseed_until` allows it; `rho_recon`, the
-      posterior against the strategies where these are known, and which latent was drawn anew at which.
-    """
-    dataset = evaluator.dataset
-    rows = dataset.rows["validation"]
-    evaluation = evaluator.read(state.params, rows)
-    metrics = {"validation_rho_recon": rho_recon(evaluation, c_base)}
-    strategies = dataset.task.strategies
-    known = [i for i, row in enumerate(rows) if dataset.records[row].strategy in strategies]
-    if known:
-        truth = np.asarray([strategies.index(str(dataset.records[rows[i]].strategy)) for i in known])
-        latents = np.argmax(evaluation.log_posterior[known], axis=1)
-        num_latents = evaluation.log_posterior.shape[1]
-        metrics["validation_posterior_alignment"] = alignment.best_map_alignment(
-            latents, truth, num_latents, len(strategies)
-        )[0]
-    if done <= config.disentangle.reseed_until:
-        closed_form = config.posterior == "closed_form"
-        log_q = evaluation.closed_form_log_posterior if closed_form else evaluation.log_posterior
-        pair = latent_to_reseed(log_q, evaluation.raw_reconstruction_loss)
-        if pair is not None:
-            target, source = pair
-            gradients = evaluator.latent_gradients(state.params, rows, source)
-            direction = split_direction(gradients, np.exp(log_q[:, source]))
-            state = reseed_latent(state, dataset.vocabulary.latent_ids, target, source, direction)
-            metrics |= {"reseeded_latent": target, "reseeded_at_latent": source}
-    return state, metrics
 
 
 def floor_warnings(config: ExperimentConfig, weighting: losses.TokenWeighting, mask: np.ndarray) -> list[str]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from surprisal_jax import __version__
 from surprisal_jax.config import ExperimentConfig, ReconstructionLossConfig, run_identity
 from surprisal_jax.dataset import load_dataset
-from surprisal_jax.evaluation.evaluate import Evaluator, evaluate_run, look_at_validation
+from surprisal_jax.evaluation.evaluate import Evaluator, evaluate_run
+from surprisal_jax.evaluation.look import look_at_validation, look_before_training
 from surprisal_jax.evaluation.report import METRICS
 from surprisal_jax.run import Clock, claim_reference_directory, judge_weighting, prepare
 from surprisal_jax.study.plan import Member
 from surprisal_jax.study.table import CURVE_COLUMNS, RESULT_COLUMNS, SECONDS, append_rows
 from surprisal_jax.training.sharding import compile_step, make_mesh, over_mesh, put_batch, put_on_mesh
-from surprisal_jax.training.stages import Workplace, latent_batch_at, start_disentangling
+from surprisal_jax.training.stages import Workplace, latent_batch_at, latent_rows_at, start_disentangling
 from surprisal_jax.training.step import make_hyperparameters
 
 #: A curve's points: step, and the validation metrics by name.
@@ -98,38 +100,46 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
     clock = Clock()
     prepared = prepare(Workplace(first, dataset, make_mesh(first)), directory, identity, clock)
     place, c_base, mesh = prepared.place, prepared.reference.c_base, prepared.place.mesh
-    step, state = start_disentangling(place, prepared.reference)
+    step, start = start_disentangling(place, prepared.reference)
     hyperparameters = [make_hyperparameters(config, c_base) for config in configs.values()]
-    compiled = compile_step(jax.vmap(over_mesh(step, mesh), in_axes=(0, None, 0, None)))
     frozen = prepared.reference.params if step.online_reference else None
-    states = put_on_mesh(jax.tree.map(lambda leaf: jnp.stack([leaf] * len(configs)), state), mesh)
-    stacked = put_on_mesh(jax.tree.map(lambda *leaves: jnp.stack(leaves), *hyperparameters), mesh)
-    batch_at = latent_batch_at(place, step, prepared.scores)
+    stacked = _stacked(hyperparameters, mesh)
+    rows_at, batch_at = latent_rows_at(place, step), latent_batch_at(place, step, prepared.scores)
     whole = Evaluator(step, hyperparameters[0], place.dataset, prepared.scores, mesh)
     evaluators = [whole.under(each) for each in hyperparameters]
     curves: list[Curve] = [[] for _ in configs]
+    begun = [
+        look_before_training(evaluator, start, config, rows_at)
+        for config, evaluator in zip(configs.values(), evaluators, strict=True)
+    ]
+    carry = _stacked(begun, mesh)
+    # Members see the same batches; which groups are held is each one's own.
+    axes = {name: 1 if name == "anchor_latents" and "held_latents" in carry else None for name in batch_at(carry, 0)}
+    compiled = compile_step(jax.vmap(over_mesh(step, mesh), in_axes=(0, axes, 0, None)))
     for done in range(1, first.disentangle.steps + 1):
-        states, _ = compiled(states, put_batch(batch_at(done - 1), mesh), stacked, frozen)
+        carry["state"], _ = compiled(carry["state"], put_batch(batch_at(carry, done - 1), mesh), stacked, frozen)
         if done % first.disentangle.evaluate_every == 0 or done == first.disentangle.steps:
-            before = [_member(states, member) for member in range(len(configs))]
             looked = []
             for member, (config, evaluator) in enumerate(zip(configs.values(), evaluators, strict=True)):
-                state, metrics = look_at_validation(evaluator, before[member], config, c_base, done)
-                looked.append(state)
+                of_member = _member(carry, member)
+                of_member, metrics = look_at_validation(evaluator, of_member, config, c_base, done, rows_at)
+                looked.append(of_member)
                 curves[member].append((done, metrics))
-            if any(state is not old for state, old in zip(looked, before, strict=True)):
-                states = put_on_mesh(jax.tree.map(lambda *leaves: jnp.stack(leaves), *looked), mesh)
+            carry = _stacked(looked, mesh)
     clock.ends("disentangle")
     results = {}
     for member, (name, config) in enumerate(configs.items()):
-        of_member = replace(place, config=config)
-        weighting, _ = judge_weighting(of_member, prepared.scores, hyperparameters[member], c_base)
-        params = _member(states.params, member)
+        weighting, _ = judge_weighting(replace(place, config=config), prepared.scores, hyperparameters[member], c_base)
+        params = _member(carry["state"].params, member)
         report = evaluate_run(config, evaluators[member], params, weighting, c_base, directory)
         clock.ends("evaluate")
         table = None if report.table is None else report.table.round(4).tolist()
         results[name] = Result(report.metrics, table, curves[member], dict(clock.seconds))
     return results
+
+
+def _stacked(trees: Sequence[Any], mesh: Mesh) -> Any:
+    return put_on_mesh(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees), mesh)
 
 
 def _member(tree: Any, member: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from surprisal_jax.training.checkpoint import Checkpoints
 from surprisal_jax.training.progress import StageLog
 from surprisal_jax.training.sharding import put_batch, put_on_mesh
 
-#: `(carry, step) -> (carry, metrics)`, run after the given number of steps.
-Evaluate = Callable[[Any, int], tuple[Any, Mapping[str, float]]]
+#: `(carry, step) -> (carry, metrics)`, run after the given number of steps. What it puts into the carry may be a host
+#: array.
+Evaluate = Callable[[Mapping[str, Any], int], tuple[Mapping[str, Any], Mapping[str, float]]]
 
 
 def train(
@@ -24,7 +26,8 @@ def train(
     carry: dict[str, Any],
     *,
     train_step: Callable[..., tuple[Any, Any]],
-    batch_at: Callable[[int], Mapping[str, np.ndarray]],
+    batch_at: Callable[[Mapping[str, Any], int], Mapping[str, np.ndarray]],
+    begin: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     evaluate: Evaluate,
     evaluate_every: int,
     total_steps: int,
@@ -39,41 +42,46 @@ def train(
       stage: the name under which metrics are logged.
       carry: everything a checkpoint holds: `state`, the TrainState, and what `evaluate` keeps beside it.
       train_step: compiled, `(state, batch) -> (state, metrics)`; consumes the state.
-      batch_at: the host batch of a step (from 0), a pure function, so that a step is all a resumed run needs to know.
+      batch_at: the host batch of a step (from 0), a pure function of the carry and the step, which are all that a
+        resumed run needs to know. Of the carry it may read what `evaluate` keeps there, not the state: reading that
+        would wait for the step before.
+      begin: called on the carry before the first step, not where a checkpoint is there.
       evaluate: called after every `evaluate_every` steps and after the last, on the whole carry.
       directory: of the stage: `checkpoints/`, `metrics.jsonl` and `tensorboard/` go there.
 
     Returns:
       The carry after the last step, which is on disk as well.
     """
-    checkpoints = Checkpoints(directory / "checkpoints", keep=logging.keep_checkpoints)
-    restored = checkpoints.restore_newest(carry)
-    start = 0
-    if restored is not None:
-        start, carry, _ = restored
-    carry = put_on_mesh(carry, mesh)
-    if start == total_steps:
-        checkpoints.close()
+    # Closed on the way out of an error too: a save that has begun is finished.
+    with contextlib.closing(Checkpoints(directory / "checkpoints", keep=logging.keep_checkpoints)) as checkpoints:
+        restored = checkpoints.restore_newest(carry)
+        start = 0
+        if restored is not None:
+            start, carry, _ = restored
+        carry = put_on_mesh(carry, mesh)
+        if restored is None:
+            carry = put_on_mesh(dict(begin(carry)), mesh)
+        if start == total_steps:
+            return carry
+        with StageLog(stage, total_steps, start, directory, logging.log_every) as log:
+            for step in range(start, total_steps):
+                carry["state"], metrics = train_step(carry["state"], put_batch(batch_at(carry, step), mesh))
+                done = step + 1
+                last = done == total_steps
+                measured: dict[str, Any] = {}
+                if done % evaluate_every == 0 or last:
+                    looked_at, values = evaluate(carry, done)
+                    carry = put_on_mesh(dict(looked_at), mesh)
+                    measured.update(values)
+                if done % logging.log_every == 0 or last or measured:
+                    measured = {**name_leaves(metrics), **measured}
+                log.log(done, measured)
+                if done % logging.checkpoint_every == 0 or last:
+                    # First the lines of the steps that the checkpoint makes final: a resumed run writes them not again.
+                    log.flush()
+                    position = {"step": done, "data_position": done * batch_size}
+                    checkpoints.save(done, carry, position)
         return carry
-    with StageLog(stage, total_steps, start, directory, logging.log_every) as log:
-        for step in range(start, total_steps):
-            carry["state"], metrics = train_step(carry["state"], put_batch(batch_at(step), mesh))
-            done = step + 1
-            last = done == total_steps
-            measured: dict[str, Any] = {}
-            if done % evaluate_every == 0 or last:
-                carry, values = evaluate(carry, done)
-                measured.update(values)
-            if done % logging.log_every == 0 or last or measured:
-                measured = {**name_leaves(metrics), **measured}
-            log.log(done, measured)
-            if done % logging.checkpoint_every == 0 or last:
-                # First the lines of the steps that the checkpoint makes final: a resumed run does not write them again.
-                log.flush()
-                position = {"step": done, "data_position": done * batch_size}
-                checkpoints.save(done, carry, position)
-    checkpoints.close()
-    return carry
 
 
 def name_leaves(metrics: Any) -> dict[str, jax.Array]:

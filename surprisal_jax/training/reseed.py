@@ -3,6 +3,11 @@
 Of K latents that start almost equal, the first contrast between strategies (say, one against the two others) takes
 some to its one side and some to its other by chance. Where two latents landed on the side of one strategy, they go on
 as equals, and one latent keeps the two others for good: nothing in the objective moves a latent across.
+
+Which examples of the shared latent belong together is read from how they would move its embedding. Where records come
+in groups of one strategy, its part of these gradients is what the records of a group have in common (`cluster_groups`),
+and the groups are held to their sides for some updates. Without groups there is only the direction in which examples
+differ most (`split_direction`).
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.cluster.vq
+import scipy.linalg
 from numpy.typing import ArrayLike
 
 from surprisal_jax.training.state import TrainState
@@ -22,6 +29,10 @@ from surprisal_jax.training.state import TrainState
 DEAD_SHARE = 0.1
 #: Two draws of z from the posterior of one example agree this often, given the first: 1/2 where two latents are equal.
 SETTLED_AGREEMENT = 0.6
+#: Correlation between records of a group above which an axis tells the groups apart.
+AGREEMENT = 0.1
+#: Groups of the coming batches that are looked at; the axis has as many numbers as the embedding.
+COMING_GROUPS = 2048
 #: How far the two parts of a split latent move, relative to the other tokens' embeddings.
 SPLIT_SCALE = 0.1
 
@@ -77,6 +88,89 @@ def split_direction(gradients: ArrayLike, weights: ArrayLike) -> np.ndarray:
     _, _, axes = np.linalg.svd(np.sqrt(weights)[:, None] * centred, full_matrices=False)
     axis: np.ndarray = axes[0]
     return axis
+
+
+def cluster_groups(gradients: ArrayLike, present: ArrayLike, most: int) -> np.ndarray:
+    """Groups by what their records agree on in how they would move one latent's embedding.
+
+    The records of a group share the strategy and differ in x, so what they agree on is the strategy: the canonical
+    correlations between them give the axes, and k-means on the groups' sums along these the clusters. No label is read.
+    A few records have gradients many times as long as the others and would decide the axes alone, so each counts for
+    at most the median length (`_whitened`).
+
+    Args:
+      gradients: [N, G, D], of each record's loss with respect to the latent's embedding.
+      present: bool [N, G], False where a group has fewer records.
+      most: clusters at most.
+
+    Returns:
+      int [N], the cluster of each group, the largest cluster first. There is one more than there are axes along which
+      the records of a group agree, on the half of the groups that the axis was not fitted to, by `AGREEMENT` or more:
+      one cluster where nothing tells the groups apart.
+    """
+    present = np.asarray(present, bool)
+    # No more directions than the groups can tell from chance.
+    white = _whitened(np.asarray(gradients, np.float64)[present], max(most - 1, len(present) // 8))
+    x = np.zeros((*present.shape, white.shape[1]))
+    x[present] = white
+    halves = (x[::2], present[::2]), (x[1::2], present[1::2])
+    agreement = np.mean([_correlations(*of, _axes(*by)[:, : most - 1]) for of, by in (halves, halves[::-1])], axis=0)
+    count = int(np.argmin(np.append(agreement, -np.inf) >= AGREEMENT))
+    if count == 0:
+        return np.zeros(len(x), int)
+    axes = _axes(x, present)[:, :count]
+    along = x.sum(axis=1) @ axes
+    along *= np.sqrt(np.maximum(_correlations(x, present, axes), 0.0)) / along.std(axis=0)
+    fits = [scipy.cluster.vq.kmeans2(along, count + 1, minit="++", rng=seed) for seed in range(16)]
+    _, clusters = min(fits, key=lambda fit: float(((along - fit[0][fit[1]]) ** 2).sum()))
+    order = np.argsort(-np.bincount(clusters, minlength=count + 1), kind="stable")
+    result: np.ndarray = np.argsort(order)[clusters]
+    return result
+
+
+def _whitened(records: np.ndarray, directions: int) -> np.ndarray:
+    """Records [P, D] in the units of their own scatter, along its largest directions, and none longer than the median.
+
+    Centre and scatter are of the shortened records, whose lengths depend on them: a few rounds settle it, which is an
+    M-estimate of scatter.
+    """
+    weights = np.ones((len(records), 1))
+    centre = np.median(records, axis=0)
+    for _ in range(5):
+        centred = records - centre
+        _, lengths, axes = np.linalg.svd(weights * centred, full_matrices=False)
+        kept = np.flatnonzero(lengths > 1e-6 * lengths[0])[:directions]
+        white = centred @ (axes[kept].T / lengths[kept])
+        length = np.linalg.norm(white, axis=1, keepdims=True)
+        weights = np.minimum(1.0, np.median(length) / np.maximum(length, np.finfo(np.float64).tiny))
+        centre = np.average(records, axis=0, weights=weights[:, 0])
+    white *= weights
+    centred_again: np.ndarray = white - white.mean(axis=0)
+    return centred_again
+
+
+def _covariances(x: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[D, D] each, between two records of a group and of one record; centred records [N, G, D], zero where there is
+    none."""
+    total = np.einsum("ngd,nge->de", x, x)
+    sums, count = x.sum(axis=1), present.sum(axis=1)
+    return (sums.T @ sums - total) / max(int((count * (count - 1)).sum()), 1), total / max(int(count.sum()), 1)
+
+
+def _axes(x: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """[D, D], the directions of the largest correlations between records of a group, as columns."""
+    between, within = _covariances(x, present)
+    ridge = 1e-6 * np.trace(within) / len(within) + np.finfo(np.float64).tiny
+    _, vectors = scipy.linalg.eigh(between, within + ridge * np.eye(len(within)))
+    axes: np.ndarray = vectors[:, ::-1]
+    return axes
+
+
+def _correlations(x: np.ndarray, present: np.ndarray, axes: np.ndarray) -> np.ndarray:
+    """[number of axes], between records of a group."""
+    between, within = _covariances(x @ axes, present)
+    correlations: np.ndarray = np.diag(between) / np.maximum(np.diag(within), np.finfo(np.float64).tiny)
+    return correlations
 
 
 def reseed_latent(

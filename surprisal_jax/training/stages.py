@@ -27,7 +27,6 @@ from surprisal_jax.training.sharding import (
     compile_step,
     first_process_first,
     over_mesh,
-    put_on_mesh,
     put_rows,
     rows_here,
 )
@@ -58,22 +57,29 @@ class Workplace:
     dataset: Dataset
     mesh: Mesh
 
-    def batch_at(
-        self, arrays: Mapping[str, np.ndarray], group_size: int, batch_size: int, seed: int
-    ) -> Callable[[int], dict[str, np.ndarray]]:
-        """The training batch of a step, this process's rows of it: a pure function of the step."""
+    def training_rows(
+        self, group_size: int, batch_size: int, seed: int, anchor_latents: np.ndarray | None = None
+    ) -> Callable[[int], np.ndarray]:
+        """The records that a step trains on, over all devices: int32 [batch_size], a pure function of the step.
+
+        `anchor_latents` [N] says which records come in every batch.
+        """
         train_rows = self.dataset.rows["train"]
         groups = units(self.dataset.split_records("train"), group_size)
         anchors = groups[:0]
-        if "anchor_latents" in arrays:
-            anchored = np.append(arrays["anchor_latents"][train_rows] >= 0, False)  # the last for a row of -1
+        if anchor_latents is not None:
+            anchored = np.append(anchor_latents[train_rows] >= 0, False)  # the last for a row of -1
             anchors = groups[anchored[groups].any(axis=1)]
 
-        def batch(step: int) -> dict[str, np.ndarray]:
-            within = batch_rows(groups, step, batch_size, seed, anchors)[rows_here(batch_size, self.mesh)]
-            return gather(arrays, np.where(within >= 0, train_rows[within], -1))
+        def rows(step: int) -> np.ndarray:
+            within = batch_rows(groups, step, batch_size, seed, anchors)
+            return np.where(within >= 0, train_rows[within], -1)
 
-        return batch
+        return rows
+
+    def gather_here(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
+        """This process's part of a batch of these rows."""
+        return gather(arrays, rows[rows_here(len(rows), self.mesh)])
 
     def chunks(self, rows: np.ndarray) -> np.ndarray:
         """One pass over the given rows, in order, in batches, the last filled up with rows of -1."""
@@ -109,14 +115,15 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
     arrays = z_free(dataset.arrays)
     validation = place.chunks(dataset.rows["validation"])
 
-    def evaluate(carry: dict[str, Any], done: int) -> tuple[dict[str, Any], Mapping[str, float]]:
+    def evaluate(carry: Mapping[str, Any], done: int) -> tuple[Mapping[str, Any], Mapping[str, float]]:
         loss = mean_base_loss(compiled_score, carry["state"].params["model"], arrays, validation, place.mesh)
         if loss < float(carry["best_loss"]):
             # A copy, as the next step consumes the state.
             best = jax.tree.map(lambda x: x.copy(), carry["state"].params["model"])
-            carry = {**carry, "best_params": best, "best_loss": put_on_mesh(np.float32(loss), place.mesh)}
+            carry = {**carry, "best_params": best, "best_loss": np.float32(loss)}
         return carry, {"validation_loss": loss}
 
+    rows_at = place.training_rows(1, config.reference.batch_size, config.effective_reference_seed)
     carry = train(
         "reference",
         {
@@ -125,7 +132,8 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
             "best_loss": np.float32(np.inf),
         },
         train_step=compile_step(over_mesh(step, place.mesh)),
-        batch_at=place.batch_at(arrays, 1, config.reference.batch_size, config.effective_reference_seed),
+        batch_at=lambda carry, step: place.gather_here(arrays, rows_at(step)),
+        begin=lambda carry: carry,
         evaluate=evaluate,
         evaluate_every=config.reference.evaluate_every,
         total_steps=config.reference.steps,
@@ -195,8 +203,13 @@ def weigh_records(
     return joined
 
 
-def start_disentangling(place: Workplace, reference: Reference) -> tuple[LatentStep, TrainState]:
-    """The step, and router, generator and posterior as they start: from the reference's weights."""
+def start_disentangling(place: Workplace, reference: Reference) -> tuple[LatentStep, dict[str, Any]]:
+    """The step, and what the stage carries from update to update as it starts.
+
+    `state`: router, generator and posterior, from the reference's weights. Where a split may hold groups to a latent,
+    `held_latents` int32 [evaluate_every, batch_size] as well: the latents of the records of the coming batches, -1
+    where the posterior is free.
+    """
     config, vocabulary = place.config, place.dataset.vocabulary
     key = jax.random.key(config.seed)
     definition, posterior = new_module(
@@ -214,27 +227,55 @@ def start_disentangling(place: Workplace, reference: Reference) -> tuple[LatentS
     )
     step = make_latent_step(config, reference.step.decoder, definition, tuple(vocabulary.latent_ids))
     params = {"model": {**reference.params, "embedding": embedding}, "posterior": posterior}
-    return step, TrainState.create(params, step.optimizer, jax.random.fold_in(key, _STATE))
+    carry: dict[str, Any] = {"state": TrainState.create(params, step.optimizer, jax.random.fold_in(key, _STATE))}
+    if config.holds_groups:
+        carry["held_latents"] = nothing_held(config)
+    return step, carry
+
+
+def nothing_held(config: ExperimentConfig) -> np.ndarray:
+    """`held_latents` where every posterior is free."""
+    return np.full((config.disentangle.evaluate_every, config.disentangle.batch_size), -1, np.int32)
+
+
+def latent_rows_at(place: Workplace, step: LatentStep) -> Callable[[int], np.ndarray]:
+    """The records of a disentangle step, over all devices."""
+    batch_size, seed = place.config.disentangle.batch_size, place.config.seed
+    return place.training_rows(step.group_size, batch_size, seed, place.dataset.anchor_latents)
 
 
 def latent_batch_at(
     place: Workplace, step: LatentStep, scores: Mapping[str, np.ndarray]
-) -> Callable[[int], dict[str, np.ndarray]]:
-    """The batch of a disentangle step, a pure function of the step."""
+) -> Callable[[Mapping[str, Any], int], dict[str, np.ndarray]]:
+    """The batch of a disentangle step. Where runs of one program are stacked, `held_latents` has a leading axis for
+    them, and `anchor_latents` of the batch a last one."""
     arrays = {**place.dataset.arrays, **({} if step.online_reference else scores)}
     if step.anchored:
         arrays["anchor_latents"] = place.dataset.anchor_latents
-    return place.batch_at(arrays, step.group_size, place.config.disentangle.batch_size, place.config.seed)
+    rows_at = latent_rows_at(place, step)
+
+    def batch_at(carry: Mapping[str, Any], index: int) -> dict[str, np.ndarray]:
+        batch = place.gather_here(arrays, rows_at(index))
+        if "held_latents" in carry:
+            held = np.asarray(carry["held_latents"])
+            held = held[..., index % held.shape[-2], rows_here(held.shape[-1], place.mesh)]
+            # What a user has labelled is not a split's to decide.
+            anchors = np.where(batch["anchor_latents"] >= 0, batch["anchor_latents"], held)
+            batch["anchor_latents"] = np.moveaxis(anchors, -1, 0)
+        return batch
+
+    return batch_at
 
 
 def disentangle(
     place: Workplace,
     step: LatentStep,
-    state: TrainState,
+    carry: dict[str, Any],
     reference: Reference,
     scores: Mapping[str, np.ndarray],
     hyperparameters: Hyperparameters,
     directory: Path,
+    begin: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     evaluate: Evaluate,
 ) -> dict[str, Any]:
     """Train router, generator and posterior; their parameters, on the mesh, under the keys `model` and `posterior`."""
@@ -243,9 +284,10 @@ def disentangle(
     frozen = reference.params if step.online_reference else None
     carry = train(
         "disentangle",
-        {"state": state},
+        carry,
         train_step=lambda state, batch: compiled(state, batch, hyperparameters, frozen),
         batch_at=latent_batch_at(place, step, scores),
+        begin=begin,
         evaluate=evaluate,
         evaluate_every=config.disentangle.evaluate_every,
         total_steps=config.disentangle.steps,

@@ -264,13 +264,16 @@ class LatentStep:
     def latent_gradients(self, params: Any, batch: Batch, hyperparameters: Hyperparameters, latent: Array) -> Array:
         """How each example would move one latent's embedding: the gradients of its reconstruction total under that
         latent, [B, D], from stored scores."""
-        step = replace(self, online_reference=False)
         row = jnp.asarray(self.latent_ids)[latent]
+        # Only that latent; where the weights are of the current model's surprisal, they need all.
+        alone = self.token_weight_source != "model_surprisal"
+        latent_ids: Any = (row,) if alone else self.latent_ids
+        step = replace(self, online_reference=False, latent_ids=latent_ids)
 
         def reconstruction(embedding: Array, example: Batch) -> Array:
             moved = {**params, "embedding": params["embedding"].at[row].set(embedding)}
             enumerated = step.enumerate_latents(moved, jax.tree.map(lambda x: x[None], example), hyperparameters)
-            return enumerated.reconstruction[0, latent]
+            return enumerated.reconstruction[0, 0 if alone else latent]
 
         gradients: Array = jax.vmap(jax.grad(reconstruction), (None, 0))(params["embedding"][row], batch)
         return gradients
@@ -356,7 +359,7 @@ def make_latent_step(
         group_size=config.data.group_size if config.latent_scope == "group" else 1,
         online_reference=config.reference_scoring == "online",
         inter_latent_divergence=config.inter_latent_divergence_weight != 0,
-        anchored=config.anchors > 0,
+        anchored=config.anchors > 0 or config.holds_groups,
         token_weight_source=config.reconstruction.token_weight_source,
         micro_batches=config.micro_batches,
         chunk_size=config.chunk_size,
@@ -393,7 +396,7 @@ def make_hyperparameters(config: ExperimentConfig, c_base: float) -> Hyperparame
         posterior_entropy=scalar(config.posterior_entropy_weight),
         router_marginal_kl=scalar(config.router_marginal_kl_weight),
         posterior_fit=scalar(config.posterior_fit_weight)
-        if config.posterior == "closed_form" or config.anchors
+        if config.posterior == "closed_form" or config.anchors or config.holds_groups
         else None,
     )
     return Hyperparameters(
