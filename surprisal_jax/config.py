@@ -414,8 +414,9 @@ class DisentangleConfig(OptimizerConfig):
     warmup_steps: int = 20
     evaluate_every: int = setting("updates between two looks at the validation set", 50, at_least=1)
     reseed_until: int = setting(
-        "up to this update, each look at the validation set splits the latent with most of the loss where another "
-        "latent is dead or doubles a third; 0: never",
+        "with latent_scope group, the first updates hold groups to what the reference tells apart; up to this update, "
+        "each look at the validation set splits the latent with most of the loss where another latent is dead or "
+        "doubles a third; 0: neither",
         0,
         at_least=0,
     )

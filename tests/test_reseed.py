@@ -201,6 +201,15 @@ def test_there_is_one_cluster_where_records_of_a_group_have_nothing_in_common() 
     assert not cluster_groups(gradients + 1000.0 * side, np.ones((1500, 2), bool), 3).any()
 
 
+def test_few_groups_are_not_told_apart_by_chance() -> None:
+    found = [
+        cluster_groups(np.random.default_rng(seed).normal(size=(count, 2, 16)), np.ones((count, 2), bool), 3).any()
+        for seed in range(20)
+        for count in (15, 64, 200)
+    ]
+    assert np.mean(found) < 0.1
+
+
 def test_where_the_weights_are_of_the_models_surprisal_the_gradients_are_of_all_latents_weights() -> None:
     reconstruction = replace(CONFIG.reconstruction, token_weight_source="model_surprisal", token_weighted_weight=2.0)
     fixture = StepFixture(num_latents=3, reconstruction=reconstruction)
@@ -269,9 +278,11 @@ def test_the_groups_of_a_split_latent_are_held_to_their_sides_until_the_next_loo
     monkeypatch.setattr("surprisal_jax.evaluation.look.cluster_groups", sides)
     monkeypatch.setattr("surprisal_jax.evaluation.look.latent_to_reseed", lambda *_: (2, 1))
     begun = look_before_training(stage.evaluator, stage.carry, stage.config, stage.rows_at)
-    every, batch_size = stage.config.disentangle.evaluate_every, stage.config.disentangle.batch_size
-    assert asked == [((2048, 2, 16), 3)]
-    expected = np.repeat(np.arange(2048) % 3, 2)[: every * batch_size].reshape(every, batch_size)
+    every = stage.config.disentangle.evaluate_every
+    assert asked == [((64, 2, 16), 3)], "each of the 64 groups once"
+    coming = np.stack([stage.rows_at(i) for i in range(every)])
+    ranks = {group: rank for rank, group in enumerate(dict.fromkeys(coming[:, ::2].reshape(-1).tolist()))}
+    expected = np.vectorize(lambda row: ranks[row] % 3)(np.repeat(coming[:, ::2], 2, axis=1))
     np.testing.assert_array_equal(begun["held_latents"], expected)
     for index in (0, 9):
         np.testing.assert_array_equal(stage.batch_at(begun, index)["anchor_latents"], expected[index])
@@ -285,7 +296,7 @@ def test_the_groups_of_a_split_latent_are_held_to_their_sides_until_the_next_loo
     at_source = read.reshape(-1, 2, 3).sum(axis=1).argmax(axis=1) == 1
     assert 0 < at_source.sum() < len(at_source)
     np.testing.assert_array_equal(held[:, 0] >= 0, at_source)
-    np.testing.assert_array_equal(held[at_source, 0], np.where(np.arange(at_source.sum()) % 2 == 1, 2, 1))
+    assert set(held[at_source, 0]) == {1, 2}
     np.testing.assert_array_equal(stage.batch_at(split, 13)["anchor_latents"], split["held_latents"][3])
 
     free, _ = stage.look(20, split)

@@ -35,12 +35,12 @@ def look_before_training(
     """
     if "held_latents" not in carry:
         return carry
-    rows = _coming_groups(config, 0, rows_at)
-    gradients = evaluator.latent_gradients(carry["state"].params, rows.reshape(-1), 0).reshape(*rows.shape, -1)
-    clusters = cluster_groups(gradients, rows >= 0, config.num_latents)
+    groups, order = _coming_groups(config, 0, rows_at)
+    gradients = evaluator.latent_gradients(carry["state"].params, groups.reshape(-1), 0).reshape(*groups.shape, -1)
+    clusters = cluster_groups(gradients, groups >= 0, config.num_latents)
     if not clusters.any():
         return carry
-    return {**carry, "held_latents": _held(config, clusters)}
+    return {**carry, "held_latents": _held(config, clusters[order])}
 
 
 def look_at_validation(
@@ -83,7 +83,7 @@ def look_at_validation(
         gradients = evaluator.latent_gradients(state.params, rows, source)
         direction = split_direction(gradients, np.exp(log_q[:, source]))
     else:
-        groups = _coming_groups(config, done, rows_at)
+        groups, order = _coming_groups(config, done, rows_at)
         present = groups >= 0
         log_q = _log_posterior(config, evaluator.read(state.params, groups.reshape(-1))).reshape(*groups.shape, -1)
         at_source = np.argmax(np.where(present[..., None], log_q, 0.0).sum(axis=1), axis=1) == source
@@ -96,7 +96,7 @@ def look_at_validation(
         direction = (means[0] - means[1]) / np.linalg.norm(means[0] - means[1])
         clusters = np.full(len(groups), -1)
         clusters[at_source] = np.where(sides == 1, target, source)
-        carry = {**carry, "held_latents": _held(config, clusters)}
+        carry = {**carry, "held_latents": _held(config, clusters[order])}
     state = reseed_latent(state, dataset.vocabulary.latent_ids, target, source, direction)
     return {**carry, "state": state}, metrics | {"reseeded_latent": target, "reseeded_at_latent": source}
 
@@ -107,11 +107,15 @@ def _log_posterior(config: ExperimentConfig, evaluation: Evaluation) -> np.ndarr
     return np.asarray(evaluation.closed_form_log_posterior if closed_form else evaluation.log_posterior)
 
 
-def _coming_groups(config: ExperimentConfig, done: int, rows_at: RowsAt) -> np.ndarray:
-    """[N, G], the groups of the updates until the next look, and of some more where these are few."""
+def _coming_groups(config: ExperimentConfig, done: int, rows_at: RowsAt) -> tuple[np.ndarray, np.ndarray]:
+    """The groups of the updates until the next look, and of some more where these are few: each once, [N, G], and
+    which of them comes when. A group that came twice would agree with itself."""
     group_size, batch_size = config.data.group_size, config.disentangle.batch_size
     updates = max(config.disentangle.evaluate_every, -(-COMING_GROUPS * group_size // batch_size))
-    return np.stack([rows_at(done + update) for update in range(updates)]).reshape(-1, group_size)
+    coming = np.stack([rows_at(done + update) for update in range(updates)]).reshape(-1, group_size)
+    _, first, order = np.unique(coming, axis=0, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first))
+    return coming[np.sort(first)], rank[order.reshape(-1)]
 
 
 def _held(config: ExperimentConfig, latents: np.ndarray) -> np.ndarray:

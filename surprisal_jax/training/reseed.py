@@ -105,17 +105,20 @@ def cluster_groups(gradients: ArrayLike, present: ArrayLike, most: int) -> np.nd
 
     Returns:
       int [N], the cluster of each group, the largest cluster first. There is one more than there are axes along which
-      the records of a group agree, on the half of the groups that the axis was not fitted to, by `AGREEMENT` or more:
-      one cluster where nothing tells the groups apart.
+      the records of a group agree, on the half of the groups that the axis was not fitted to, by `AGREEMENT` or, of few
+      groups, more than chance gives: one cluster where nothing tells the groups apart.
     """
     present = np.asarray(present, bool)
+    if len(present) < 16:
+        return np.zeros(len(present), int)
     # No more directions than the groups can tell from chance.
     white = _whitened(np.asarray(gradients, np.float64)[present], max(most - 1, len(present) // 8))
     x = np.zeros((*present.shape, white.shape[1]))
     x[present] = white
     halves = (x[::2], present[::2]), (x[1::2], present[1::2])
     agreement = np.mean([_correlations(*of, _axes(*by)[:, : most - 1]) for of, by in (halves, halves[::-1])], axis=0)
-    count = int(np.argmin(np.append(agreement, -np.inf) >= AGREEMENT))
+    # A correlation of N pairs that have nothing in common has a standard deviation of about N^-1/2.
+    count = int(np.argmin(np.append(agreement, -np.inf) >= max(AGREEMENT, 3.0 / len(x) ** 0.5)))
     if count == 0:
         return np.zeros(len(x), int)
     axes = _axes(x, present)[:, :count]
