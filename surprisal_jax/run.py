@@ -116,7 +116,12 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     rows_at = latent_rows_at(place, step)
 
     def begin(carry: Mapping[str, Any]) -> Mapping[str, Any]:
-        return look_before_training(evaluator, carry, config, rows_at)
+        carry = look_before_training(evaluator, carry, config, rows_at)
+        if "held_latents" in carry:
+            kinds = int(np.max(carry["held_latents"])) + 1
+            told = f"{kinds} kinds of groups" if kinds else "no two kinds of groups"
+            console.print(f"the reference tells {told} apart", highlight=False)
+        return carry
 
     def evaluate(carry: Mapping[str, Any], done: int) -> tuple[Mapping[str, Any], Mapping[str, float]]:
         return look_at_validation(evaluator, carry, config, reference.c_base, done, rows_at)

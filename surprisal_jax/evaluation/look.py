@@ -72,33 +72,54 @@ def look_at_validation(
         )[0]
     if "held_latents" in carry:
         carry = {**carry, "held_latents": nothing_held(config)}
-    if done > config.disentangle.reseed_until:
-        return carry, metrics
-    log_q = _log_posterior(config, evaluation)
-    pair = latent_to_reseed(log_q, evaluation.raw_reconstruction_loss)
-    if pair is None:
-        return carry, metrics
-    target, source = pair
-    if "held_latents" not in carry:
-        gradients = evaluator.latent_gradients(state.params, rows, source)
-        direction = split_direction(gradients, np.exp(log_q[:, source]))
-    else:
-        groups, order = _coming_groups(config, done, rows_at)
-        present = groups >= 0
-        log_q = _log_posterior(config, evaluator.read(state.params, groups.reshape(-1))).reshape(*groups.shape, -1)
-        at_source = np.argmax(np.where(present[..., None], log_q, 0.0).sum(axis=1), axis=1) == source
-        shared = groups[at_source]
-        gradients = evaluator.latent_gradients(state.params, shared.reshape(-1), source).reshape(*shared.shape, -1)
-        sides = cluster_groups(gradients, shared >= 0, 2)
-        if not sides.any():
-            return carry, metrics
-        means = [gradients[sides == side][shared[sides == side] >= 0].mean(axis=0) for side in (0, 1)]
-        direction = (means[0] - means[1]) / np.linalg.norm(means[0] - means[1])
-        clusters = np.full(len(groups), -1)
-        clusters[at_source] = np.where(sides == 1, target, source)
-        carry = {**carry, "held_latents": _held(config, clusters[order])}
-    state = reseed_latent(state, dataset.vocabulary.latent_ids, target, source, direction)
-    return {**carry, "state": state}, metrics | {"reseeded_latent": target, "reseeded_at_latent": source}
+    if done <= config.disentangle.reseed_until:
+        log_q = _log_posterior(config, evaluation)
+        pair = latent_to_reseed(log_q, evaluation.raw_reconstruction_loss)
+        if pair is not None:
+            target, source = pair
+            if "held_latents" in carry:
+                split = _split_by_groups(evaluator, carry, config, done, rows_at, target, source)
+            else:
+                gradients = evaluator.latent_gradients(state.params, rows, source)
+                direction = split_direction(gradients, np.exp(log_q[:, source]))
+                split = {"state": reseed_latent(state, dataset.vocabulary.latent_ids, target, source, direction)}
+            if split:
+                carry = {**carry, **split}
+                metrics |= {"reseeded_latent": target, "reseeded_at_latent": source}
+    return carry, metrics
+
+
+def _split_by_groups(
+    evaluator: Evaluator,
+    carry: Mapping[str, Any],
+    config: ExperimentConfig,
+    done: int,
+    rows_at: RowsAt,
+    target: int,
+    source: int,
+) -> dict[str, Any]:
+    """What a split changes of the carry, the coming groups of the source held to its two sides; nothing where it has no
+    two sides."""
+    state = carry["state"]
+    groups, order = _coming_groups(config, done, rows_at)
+    read = evaluator.read(state.params, groups.reshape(-1))
+    evidence = np.where((groups >= 0)[..., None], _log_posterior(config, read).reshape(*groups.shape, -1), 0.0)
+    at_source = np.argmax(evidence.sum(axis=1), axis=1) == source
+    shared = groups[at_source]
+    gradients = evaluator.latent_gradients(state.params, shared.reshape(-1), source).reshape(*shared.shape, -1)
+    sides = cluster_groups(gradients, shared >= 0, 2)
+    if not sides.any():
+        return {}
+    at_source_side, at_target_side = (gradients[sides == side][shared[sides == side] >= 0].mean(0) for side in (0, 1))
+    # Downhill for the target's side, seen from the source.
+    direction = at_source_side - at_target_side
+    latent_ids = evaluator.dataset.vocabulary.latent_ids
+    latents = np.full(len(groups), -1)
+    latents[at_source] = np.where(sides == 1, target, source)
+    return {
+        "state": reseed_latent(state, latent_ids, target, source, direction / np.linalg.norm(direction)),
+        "held_latents": _held(config, latents[order]),
+    }
 
 
 def _log_posterior(config: ExperimentConfig, evaluation: Evaluation) -> np.ndarray:
