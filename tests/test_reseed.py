@@ -296,7 +296,12 @@ def test_the_groups_of_a_split_latent_are_held_to_their_sides_until_the_next_loo
     at_source = read.reshape(-1, 2, 3).sum(axis=1).argmax(axis=1) == 1
     assert 0 < at_source.sum() < len(at_source)
     np.testing.assert_array_equal(held[:, 0] >= 0, at_source)
-    assert set(held[at_source, 0]) == {1, 2}
+    ahead = np.concatenate([stage.rows_at(10 + i) for i in range(256)])[::2]
+    source_groups = set(rows[::2][at_source].tolist())
+    ranks = {row: i for i, row in enumerate(row for row in dict.fromkeys(ahead.tolist()) if row in source_groups)}
+    assert len(ranks) == asked[1][0][0], "the groups of the source, and no others, are told apart"
+    sides_of = np.asarray([ranks[row] % 2 for row in rows[::2][at_source].tolist()])
+    np.testing.assert_array_equal(held[at_source, 0], np.where(sides_of == 1, 2, 1))
     np.testing.assert_array_equal(stage.batch_at(split, 13)["anchor_latents"], split["held_latents"][3])
 
     free, _ = stage.look(20, split)
