@@ -412,11 +412,16 @@ class DisentangleConfig(OptimizerConfig):
     batch_size: int = 32
     learning_rate: float = 1e-3
     warmup_steps: int = 20
-    evaluate_every: int = setting("updates between two looks at the validation set", 50, at_least=1)
+    evaluate_every: int = setting(
+        "updates between two looks at the validation set; what groups are held to ends at the next one, and after 50 "
+        "updates",
+        50,
+        at_least=1,
+    )
     reseed_until: int = setting(
-        "with latent_scope group, the first updates hold groups to what the reference tells apart; up to this update, "
-        "each look at the validation set splits the latent with most of the loss where another latent is dead or "
-        "doubles a third; 0: neither",
+        "up to this update, each look at the validation set splits the latent with most of the loss where another "
+        "latent is dead or doubles a third; with groups, where these show two sides, and the first updates hold groups "
+        "to what the reference tells apart; 0: neither",
         0,
         at_least=0,
     )
@@ -528,8 +533,10 @@ class ExperimentConfig:
 
     @property
     def holds_groups(self) -> bool:
-        """Whether a split may fix the posterior of groups for a while."""
-        return self.latent_scope == "group" and self.disentangle.reseed_until > 0
+        """Whether the start and splits fix the posterior of groups for a while. With anchors the labels decide which
+        latent is which."""
+        grouped = self.latent_scope == "group" and self.data.group_size > 1
+        return grouped and self.disentangle.reseed_until > 0 and self.anchors == 0
 
     def _check_task(self) -> None:
         if self.task is None:

@@ -18,8 +18,9 @@ from surprisal_jax.tasks.lookup import LookupTask
 #: Part of every identity below: raise it when records, templates or arrays change their meaning.
 FORMAT_VERSION = 1
 
-#: Raise it when sequences with a latent change their meaning, and those without do not. 2: y keeps its positions.
-LATENT_FORMAT_VERSION = 2
+#: Raise it when what a run with latents does or carries changes, and its reference does not. 2: y keeps its positions.
+#: 3: groups are held.
+LATENT_FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 FLAGS = (
     *("--data-parallel", "2", "--fsdp", "2", "--micro-batches", "2"),
-    *("--reference.steps", "10", "--disentangle.steps", "10", "--disentangle.reseed-until", "0"),
+    *("--reference.steps", "10", "--disentangle.steps", "10", "--disentangle.reseed-until", "5"),
 )
 
 

@@ -184,13 +184,14 @@ def test_the_clusters_do_not_depend_on_the_embeddings_coordinates() -> None:
 
 
 def test_a_short_group_counts_with_the_record_it_has() -> None:
-    strategies = np.random.default_rng(0).integers(0, 2, 1500)
-    gradients, present = grouped_gradients(strategies), np.ones((1500, 2), bool)
-    present[:100, 1] = False
-    gradients[:100, 1] = np.nan
+    # The rarer strategy is the smaller cluster, and the boundary lies off the middle.
+    strategies = (np.random.default_rng(0).random(1500) < 0.3).astype(int)
+    gradients, present = grouped_gradients(strategies, 4), np.ones((1500, 4), bool)
+    present[:100, 1:] = False
+    gradients[:100, 1:] = np.nan
     clusters = cluster_groups(gradients, present, 2)
-    agree = np.mean(clusters == strategies), np.mean(clusters[:100] == strategies[:100])
-    assert max(agree[0], 1 - agree[0]) > 0.95 and max(agree[1], 1 - agree[1]) > 0.85
+    assert np.mean(clusters == strategies) > 0.95
+    assert np.mean(clusters[:100] == strategies[:100]) > 0.85
 
 
 def test_there_is_one_cluster_where_records_of_a_group_have_nothing_in_common() -> None:
@@ -239,7 +240,7 @@ class Stage:
         self.hyperparameters = make_hyperparameters(self.config, self.c_base)
         self.evaluator = Evaluator(self.step, self.hyperparameters, self.dataset, prepared.scores, self.place.mesh)
         self.rows_at = latent_rows_at(self.place, self.step)
-        self.batch_at = latent_batch_at(self.place, self.step, prepared.scores)
+        self.batch_at = latent_batch_at(self.place, self.step, prepared.scores, self.rows_at)
 
     def look(self, done: int, carry: object = None) -> tuple[dict, dict]:
         return look_at_validation(self.evaluator, carry or self.carry, self.config, self.c_base, done, self.rows_at)
@@ -296,9 +297,10 @@ def test_the_groups_of_a_split_latent_are_held_to_their_sides_until_the_next_loo
     at_source = read.reshape(-1, 2, 3).sum(axis=1).argmax(axis=1) == 1
     assert 0 < at_source.sum() < len(at_source)
     np.testing.assert_array_equal(held[:, 0] >= 0, at_source)
-    ahead = np.concatenate([stage.rows_at(10 + i) for i in range(256)])[::2]
-    source_groups = set(rows[::2][at_source].tolist())
-    ranks = {row: i for i, row in enumerate(row for row in dict.fromkeys(ahead.tolist()) if row in source_groups)}
+    everything = np.concatenate([stage.rows_at(10 + i) for i in range(256)])
+    evidence = stage.evaluator.read(stage.carry["state"].params, everything).closed_form_log_posterior
+    in_source = evidence.reshape(-1, 2, 3).sum(axis=1).argmax(axis=1) == 1
+    ranks = {row: i for i, row in enumerate(dict.fromkeys(everything[::2][in_source].tolist()))}
     assert len(ranks) == asked[1][0][0], "the groups of the source, and no others, are told apart"
     sides_of = np.asarray([ranks[row] % 2 for row in rows[::2][at_source].tolist()])
     np.testing.assert_array_equal(held[at_source, 0], np.where(sides_of == 1, 2, 1))
@@ -312,13 +314,37 @@ def test_the_groups_of_a_split_latent_are_held_to_their_sides_until_the_next_loo
     assert (unchanged["held_latents"] == -1).all()
 
 
-def test_a_users_anchors_win_over_what_is_held(tmp_path: Path) -> None:
+def test_with_anchors_the_labels_say_which_latent_is_which(tmp_path: Path) -> None:
     stage = Stage(tmp_path, anchors=1)
-    held = {**stage.carry, "held_latents": np.full((10, 16), 2, np.int32)}
-    rows, batch = stage.rows_at(3), stage.batch_at(held, 3)
-    anchors = stage.dataset.anchor_latents[rows]
-    assert (anchors >= 0).any() and (anchors != 2).any()
-    np.testing.assert_array_equal(batch["anchor_latents"], np.where(anchors >= 0, anchors, 2))
+    assert "held_latents" not in stage.carry
+    batch = stage.batch_at(stage.carry, 3)
+    np.testing.assert_array_equal(batch["anchor_latents"], stage.dataset.anchor_latents[stage.rows_at(3)])
+    assert (batch["anchor_latents"] >= 0).any()
+
+
+def test_groups_are_held_for_50_updates_at_most(tmp_path: Path, monkeypatch) -> None:
+    every = {"disentangle.evaluate_every": 60, "disentangle.steps": 120, "disentangle.reseed_until": 60}
+    stage = Stage(tmp_path, **every)
+    monkeypatch.setattr("surprisal_jax.evaluation.look.cluster_groups", lambda g, *_: np.arange(len(g)) % 3)
+    held = look_before_training(stage.evaluator, stage.carry, stage.config, stage.rows_at)["held_latents"]
+    assert held.shape == (60, 16) and (held[:50] >= 0).all() and (held[50:] == -1).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_record_without_a_finite_gradient_says_nothing(bad: float) -> None:
+    strategies = np.random.default_rng(0).integers(0, 2, 1500)
+    gradients = grouped_gradients(strategies)
+    gradients[::50, 1, 0] = bad
+    clusters = cluster_groups(gradients, np.ones((1500, 2), bool), 2)
+    agree = np.mean(clusters == strategies)
+    assert max(agree, 1 - agree) > 0.95
+
+
+def test_equal_gradients_are_one_cluster() -> None:
+    gradients = np.zeros((100, 2, 8))
+    assert not cluster_groups(gradients, np.ones((100, 2), bool), 3).any()
+    gradients[:10] = np.random.default_rng(0).normal(size=(10, 2, 8))
+    assert not cluster_groups(gradients, np.ones((100, 2), bool), 3).any()
 
 
 def test_a_stage_stopped_between_looks_goes_on_with_what_is_held(tmp_path: Path, monkeypatch) -> None:

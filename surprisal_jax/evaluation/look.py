@@ -12,11 +12,13 @@ from surprisal_jax.evaluation import alignment
 from surprisal_jax.evaluation.evaluate import Evaluator, rho_recon
 from surprisal_jax.training.reseed import (
     COMING_GROUPS,
+    HELD_UPDATES,
     cluster_groups,
     latent_to_reseed,
     reseed_latent,
     split_direction,
 )
+from surprisal_jax.training.sharding import as_first_process
 from surprisal_jax.training.stages import nothing_held
 from surprisal_jax.training.step import Evaluation
 
@@ -37,7 +39,7 @@ def look_before_training(
         return carry
     groups, order = _coming_groups(config, 0, rows_at)
     gradients = evaluator.latent_gradients(carry["state"].params, groups.reshape(-1), 0).reshape(*groups.shape, -1)
-    clusters = cluster_groups(gradients, groups >= 0, config.num_latents)
+    clusters = as_first_process(cluster_groups(gradients, groups >= 0, config.num_latents))
     if not clusters.any():
         return carry
     return {**carry, "held_latents": _held(config, clusters[order])}
@@ -54,8 +56,9 @@ def look_at_validation(
     """What happens every `evaluate_every` updates of the disentangle stage, after `done` of them.
 
     Returns:
-      The carry, with a latent drawn anew where one does nothing and `reseed_until` allows it; `rho_recon`, the
-      posterior against the strategies where these are known, and which latent was drawn anew at which.
+      The carry, no group held any more unless a split holds it, and with a latent drawn anew where one does nothing
+      and `reseed_until` allows it; `rho_recon`, the posterior against the strategies where these are known, and which
+      latent was drawn anew at which.
     """
     dataset, state = evaluator.dataset, carry["state"]
     rows = dataset.rows["validation"]
@@ -106,8 +109,10 @@ def _split_by_groups(
     evidence = np.where((groups >= 0)[..., None], _log_posterior(config, read).reshape(*groups.shape, -1), 0.0)
     at_source = np.argmax(evidence.sum(axis=1), axis=1) == source
     shared = groups[at_source]
+    if not len(shared):
+        return {}
     gradients = evaluator.latent_gradients(state.params, shared.reshape(-1), source).reshape(*shared.shape, -1)
-    sides = cluster_groups(gradients, shared >= 0, 2)
+    sides = as_first_process(cluster_groups(gradients, shared >= 0, 2))
     if not sides.any():
         return {}
     at_source_side, at_target_side = (gradients[sides == side][shared[sides == side] >= 0].mean(0) for side in (0, 1))
@@ -129,10 +134,10 @@ def _log_posterior(config: ExperimentConfig, evaluation: Evaluation) -> np.ndarr
 
 
 def _coming_groups(config: ExperimentConfig, done: int, rows_at: RowsAt) -> tuple[np.ndarray, np.ndarray]:
-    """The groups of the updates until the next look, and of some more where these are few: each once, [N, G], and
+    """The groups of the updates that may be held, and of some more where these are few: each once, [N, G], and
     which of them comes when. A group that came twice would agree with itself."""
     group_size, batch_size = config.data.group_size, config.disentangle.batch_size
-    updates = max(config.disentangle.evaluate_every, -(-COMING_GROUPS * group_size // batch_size))
+    updates = max(_held_updates(config), -(-COMING_GROUPS * group_size // batch_size))
     coming = np.stack([rows_at(done + update) for update in range(updates)]).reshape(-1, group_size)
     _, first, order = np.unique(coming, axis=0, return_index=True, return_inverse=True)
     rank = np.argsort(np.argsort(first))
@@ -142,6 +147,10 @@ def _coming_groups(config: ExperimentConfig, done: int, rows_at: RowsAt) -> tupl
 def _held(config: ExperimentConfig, latents: np.ndarray) -> np.ndarray:
     """`held_latents` from the latents of the coming groups [N], -1 where a group is free."""
     held = nothing_held(config)
-    of_records = np.repeat(latents, config.data.group_size)[: held.size]
-    held.reshape(-1)[: len(of_records)] = of_records
+    coming = held[: _held_updates(config)]
+    coming[:] = np.repeat(latents, config.data.group_size)[: coming.size].reshape(coming.shape)
     return held
+
+
+def _held_updates(config: ExperimentConfig) -> int:
+    return min(HELD_UPDATES, config.disentangle.evaluate_every)

@@ -28,7 +28,8 @@ class ObjectiveTerms(NamedTuple):
       inter_latent_divergence: nats, at most `ln K`; its coefficient is minus the configured weight.
       posterior_entropy: `H(q)`, nats.
       router_marginal_kl: `KL(mean router over the global batch || uniform)`, nats.
-      posterior_fit: `KL(q* || q_xi)`, nats; moves the posterior network alone. Only with the closed-form posterior.
+      posterior_fit: `KL(q* || q_xi)`, nats; moves the posterior network alone. With the closed-form posterior, or
+        where groups are held to a latent.
     """
 
     reconstruction: ReconstructionTerms

@@ -104,7 +104,8 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
     hyperparameters = [make_hyperparameters(config, c_base) for config in configs.values()]
     frozen = prepared.reference.params if step.online_reference else None
     stacked = _stacked(hyperparameters, mesh)
-    rows_at, batch_at = latent_rows_at(place, step), latent_batch_at(place, step, prepared.scores)
+    rows_at = latent_rows_at(place, step)
+    batch_at = latent_batch_at(place, step, prepared.scores, rows_at)
     whole = Evaluator(step, hyperparameters[0], place.dataset, prepared.scores, mesh)
     evaluators = [whole.under(each) for each in hyperparameters]
     curves: list[Curve] = [[] for _ in configs]

@@ -77,7 +77,7 @@ def train(
                     measured = {**name_leaves(metrics), **measured}
                 log.log(done, measured)
                 if done % logging.checkpoint_every == 0 or last:
-                    # First the lines of the steps that the checkpoint makes final: a resumed run writes them not again.
+                    # First the lines of the steps that the checkpoint makes final: a resumed run does not write them.
                     log.flush()
                     position = {"step": done, "data_position": done * batch_size}
                     checkpoints.save(done, carry, position)

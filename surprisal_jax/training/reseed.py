@@ -31,8 +31,10 @@ DEAD_SHARE = 0.1
 SETTLED_AGREEMENT = 0.6
 #: Correlation between records of a group above which an axis tells the groups apart.
 AGREEMENT = 0.1
-#: Groups of the coming batches that are looked at; the axis has as many numbers as the embedding.
+#: Groups of the coming batches that are looked at, at least; an axis has as many numbers as the embedding.
 COMING_GROUPS = 2048
+#: Updates for which groups are held, at most.
+HELD_UPDATES = 50
 #: How far the two parts of a split latent move, relative to the other tokens' embeddings.
 SPLIT_SCALE = 0.1
 
@@ -90,13 +92,14 @@ def split_direction(gradients: ArrayLike, weights: ArrayLike) -> np.ndarray:
     return axis
 
 
-def cluster_groups(gradients: ArrayLike, present: ArrayLike, most: int) -> np.ndarray:
+def cluster_groups(gradients: np.ndarray, present: np.ndarray, most: int) -> np.ndarray:
     """Groups by what their records agree on in how they would move one latent's embedding.
 
     The records of a group share the strategy and differ in x, so what they agree on is the strategy: the canonical
-    correlations between them give the axes, and k-means on the groups' sums along these the clusters. No label is read.
-    A few records have gradients many times as long as the others and would decide the axes alone, so each counts for
-    at most the median length (`_whitened`).
+    correlations between them give the axes, and k-means on the groups' means along these the clusters. No label is
+    read. A few records have gradients many times as long as the others and would decide the axes alone, so each counts
+    for at most the median length (`_whitened`). Strategies whose means lie on a line or in a plane make fewer axes than
+    there are strategies less one; some then share a cluster, until they are split.
 
     Args:
       gradients: [N, G, D], of each record's loss with respect to the latent's embedding.
@@ -108,21 +111,27 @@ def cluster_groups(gradients: ArrayLike, present: ArrayLike, most: int) -> np.nd
       the records of a group agree, on the half of the groups that the axis was not fitted to, by `AGREEMENT` or, of few
       groups, more than chance gives: one cluster where nothing tells the groups apart.
     """
-    present = np.asarray(present, bool)
-    if len(present) < 16:
-        return np.zeros(len(present), int)
+    gradients = gradients.astype(np.float64)
+    present = present & np.isfinite(gradients).all(axis=-1)
+    # What groups tell they tell by their pairs.
+    groups = int((present.sum(axis=1) > 1).sum())
+    one = np.zeros(len(present), int)
+    if groups < 16:
+        return one
     # No more directions than the groups can tell from chance.
-    white = _whitened(np.asarray(gradients, np.float64)[present], max(most - 1, len(present) // 8))
+    white = _whitened(gradients[present], max(most - 1, groups // 8))
+    if white is None:
+        return one
     x = np.zeros((*present.shape, white.shape[1]))
     x[present] = white
     halves = (x[::2], present[::2]), (x[1::2], present[1::2])
     agreement = np.mean([_correlations(*of, _axes(*by)[:, : most - 1]) for of, by in (halves, halves[::-1])], axis=0)
     # A correlation of N pairs that have nothing in common has a standard deviation of about N^-1/2.
-    count = int(np.argmin(np.append(agreement, -np.inf) >= max(AGREEMENT, 3.0 / len(x) ** 0.5)))
+    count = int(np.argmin(np.append(agreement, -np.inf) >= max(AGREEMENT, 3.0 / groups**0.5)))
     if count == 0:
-        return np.zeros(len(x), int)
+        return one
     axes = _axes(x, present)[:, :count]
-    along = x.sum(axis=1) @ axes
+    along = x.sum(axis=1) / np.maximum(present.sum(axis=1), 1)[:, None] @ axes
     along *= np.sqrt(np.maximum(_correlations(x, present, axes), 0.0)) / along.std(axis=0)
     fits = [scipy.cluster.vq.kmeans2(along, count + 1, minit="++", rng=seed) for seed in range(16)]
     _, clusters = min(fits, key=lambda fit: float(((along - fit[0][fit[1]]) ** 2).sum()))
@@ -131,11 +140,11 @@ def cluster_groups(gradients: ArrayLike, present: ArrayLike, most: int) -> np.nd
     return result
 
 
-def _whitened(records: np.ndarray, directions: int) -> np.ndarray:
+def _whitened(records: np.ndarray, directions: int) -> np.ndarray | None:
     """Records [P, D] in the units of their own scatter, along its largest directions, and none longer than the median.
 
     Centre and scatter are of the shortened records, whose lengths depend on them: a few rounds settle it, which is an
-    M-estimate of scatter.
+    M-estimate of scatter. None where most records are the same, which leaves no unit.
     """
     weights = np.ones((len(records), 1))
     centre = np.median(records, axis=0)
@@ -145,7 +154,10 @@ def _whitened(records: np.ndarray, directions: int) -> np.ndarray:
         kept = np.flatnonzero(lengths > 1e-6 * lengths[0])[:directions]
         white = centred @ (axes[kept].T / lengths[kept])
         length = np.linalg.norm(white, axis=1, keepdims=True)
-        weights = np.minimum(1.0, np.median(length) / np.maximum(length, np.finfo(np.float64).tiny))
+        median = np.median(length)
+        if not median > 0:
+            return None
+        weights = np.minimum(1.0, median / np.maximum(length, np.finfo(np.float64).tiny))
         centre = np.average(records, axis=0, weights=weights[:, 0])
     white *= weights
     centred_again: np.ndarray = white - white.mean(axis=0)

@@ -101,6 +101,13 @@ def first_process_first(name: str, function: Callable[[], Result]) -> Result:
     return result
 
 
+def as_first_process(values: np.ndarray) -> np.ndarray:
+    """What the first process has computed, in every process: hosts may differ in the last bits of a decomposition."""
+    if jax.process_count() == 1:
+        return values
+    return np.asarray(multihost_utils.broadcast_one_to_all(values))
+
+
 def over_data(mesh: Mesh) -> NamedSharding:
     """The leading axis split over all devices."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

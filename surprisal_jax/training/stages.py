@@ -245,23 +245,20 @@ def latent_rows_at(place: Workplace, step: LatentStep) -> Callable[[int], np.nda
 
 
 def latent_batch_at(
-    place: Workplace, step: LatentStep, scores: Mapping[str, np.ndarray]
+    place: Workplace, step: LatentStep, scores: Mapping[str, np.ndarray], rows_at: Callable[[int], np.ndarray]
 ) -> Callable[[Mapping[str, Any], int], dict[str, np.ndarray]]:
     """The batch of a disentangle step. Where runs of one program are stacked, `held_latents` has a leading axis for
     them, and `anchor_latents` of the batch a last one."""
     arrays = {**place.dataset.arrays, **({} if step.online_reference else scores)}
-    if step.anchored:
+    if place.config.anchors:
         arrays["anchor_latents"] = place.dataset.anchor_latents
-    rows_at = latent_rows_at(place, step)
 
     def batch_at(carry: Mapping[str, Any], index: int) -> dict[str, np.ndarray]:
         batch = place.gather_here(arrays, rows_at(index))
         if "held_latents" in carry:
             held = np.asarray(carry["held_latents"])
             held = held[..., index % held.shape[-2], rows_here(held.shape[-1], place.mesh)]
-            # What a user has labelled is not a split's to decide.
-            anchors = np.where(batch["anchor_latents"] >= 0, batch["anchor_latents"], held)
-            batch["anchor_latents"] = np.moveaxis(anchors, -1, 0)
+            batch["anchor_latents"] = np.moveaxis(held, -1, 0)
         return batch
 
     return batch_at
@@ -286,7 +283,7 @@ def disentangle(
         "disentangle",
         carry,
         train_step=lambda state, batch: compiled(state, batch, hyperparameters, frozen),
-        batch_at=latent_batch_at(place, step, scores),
+        batch_at=latent_batch_at(place, step, scores, latent_rows_at(place, step)),
         begin=begin,
         evaluate=evaluate,
         evaluate_every=config.disentangle.evaluate_every,
