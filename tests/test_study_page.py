@@ -111,10 +111,10 @@ def test_only_runs_that_trained_their_reference_alone_have_a_time():
 def test_collapse_is_counted_by_the_posterior():
     values = {"collapse_threshold": 0.5, "alignment_one_to_one": 0.5}
     rows = {
-        Member("grid_pathfinding", 0, "default"): row(**values, rho_recon=0.3),
-        Member("grid_pathfinding", 0, "amortized"): row(**values, rho_recon=0.99),
-        Member("grid_pathfinding", 1, "amortized"): row(**values, rho_recon=0.5),
-        Member("grid_pathfinding", 0, "beta 0.01"): row(**values, rho_recon=0.95),
+        Member("grid_pathfinding", 10, "default"): row(**values, rho_recon=0.3),
+        Member("grid_pathfinding", 10, "amortized"): row(**values, rho_recon=0.99),
+        Member("grid_pathfinding", 11, "amortized"): row(**values, rho_recon=0.5),
+        Member("grid_pathfinding", 10, "beta 0.01"): row(**values, rho_recon=0.95),
     }
     cells = re.findall(r"<td[^>]*>([^<]*)</td>|<th scope=.row.[^>]*>([^<]*)</th>", study_page(rows, []))
     flat = " ".join(left or right for left, right in cells)

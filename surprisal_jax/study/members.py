@@ -1,9 +1,9 @@
-"""Runs of one task and seed that share the reference: those of one program are trained together under `vmap`."""
+"""Runs of one task and seed that share the reference: those of one program are trained together."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,7 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
         for config, evaluator in zip(configs.values(), evaluators, strict=True)
     ]
     carry = _stacked(begun, mesh)
-    # Members see the same batches; which groups are held is each one's own.
-    axes = {name: 1 if name == "anchor_latents" and "held_latents" in carry else None for name in batch_at(carry, 0)}
-    compiled = compile_step(jax.vmap(over_mesh(step, mesh), in_axes=(0, axes, 0, None)))
+    compiled = compile_step(_over_members(over_mesh(step, mesh), "held_latents" in carry, len(configs)))
     for done in range(1, first.disentangle.steps + 1):
         carry["state"], _ = compiled(carry["state"], put_batch(batch_at(carry, done - 1), mesh), stacked, frozen)
         if done % first.disentangle.evaluate_every == 0 or done == first.disentangle.steps:
@@ -137,6 +135,24 @@ def train_members(configs: Mapping[Member, ExperimentConfig]) -> dict[Member, Re
         table = None if report.table is None else report.table.round(4).tolist()
         results[name] = Result(report.metrics, table, curves[member], dict(clock.seconds))
     return results
+
+
+def _over_members(train_step: Callable[..., Any], held: bool, members: int) -> Callable[..., Any]:
+    """`train_step` of every member, whose states and hyperparameters have a leading axis for them. They see the same
+    batch; which groups are held is each one's own."""
+    # Matrix products with a batch axis are slow on CPUs, and fill an accelerator that small models leave idle.
+    at_once = None if jax.default_backend() == "cpu" else members
+
+    def over_members(states: Any, batch: Mapping[str, Any], hyperparameters: Any, frozen: Any) -> Any:
+        own = {"anchor_latents": jnp.moveaxis(batch["anchor_latents"], -1, 0)} if held else {}
+
+        def of_member(arguments: tuple[Any, Any, Any]) -> Any:
+            state, own, hyperparameters = arguments
+            return train_step(state, {**batch, **own}, hyperparameters, frozen)
+
+        return jax.lax.map(of_member, (states, own, hyperparameters), batch_size=at_once)
+
+    return over_members
 
 
 def _stacked(trees: Sequence[Any], mesh: Mesh) -> Any:

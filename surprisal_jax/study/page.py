@@ -237,8 +237,8 @@ def _task_is(task: str) -> Callable[[Member], bool]:
 def _frozen(rows: Rows) -> Html:
     note = (
         "Developed on seeds 0 to 4, then frozen. Two earlier recipes had been run on seeds 10 and 11 and, on three "
-        "tasks, 12, and failed four times (docs/recipe.md); the other 15 pairs nobody had seen. A cell has alignment and "
-        "sampled accuracy (scope example: coverage besides), shaded by the alignment."
+        "tasks, 12, and failed four times (docs/recipe.md); the other 15 pairs nobody had seen. A cell has alignment "
+        "and sampled accuracy (scope example: coverage besides), shaded by the alignment."
     )
     parts = [paragraph(note, look="faint small")]
     for setting in FROZEN.settings:

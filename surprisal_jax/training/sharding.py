@@ -226,7 +226,7 @@ def over_mesh(step: Step, mesh: Mesh) -> Callable[..., tuple[Any, Any]]:
 
 
 def compile_step(train_step: Callable[..., Any]) -> jax.stages.Wrapped:
-    """`jit` of `over_mesh`, or of a `vmap` of it. The state is consumed."""
+    """`jit` of `over_mesh`, or of a function over it. The state is consumed."""
     return jax.jit(train_step, donate_argnums=(0,))
 
 
