@@ -29,22 +29,25 @@ def run_units(units: Sequence[Sequence[Member]], runs: Path, output: Path, worke
     started = time.monotonic()
     deadline = started + 3600 * hours
     context = multiprocessing.get_context("spawn")
+    cores = _cores(workers)
     total, finished = len(units), 0
     waiting = iter(units)
     with ProcessPoolExecutor(workers, context, _end_with_parent, max_tasks_per_child=1) as pool:
-        running: dict[Future[None], Sequence[Member]] = {}
+        running: dict[Future[None], tuple[Sequence[Member], int | None]] = {}
 
         def begin() -> None:
             while len(running) < workers and time.monotonic() < deadline:
                 unit = next(waiting, None)
                 if unit is None:
                     return
-                running[pool.submit(run_unit, unit, runs, output)] = unit
+                core = cores.pop()
+                running[pool.submit(run_unit, unit, runs, output, core)] = unit, core
 
         begin()
         while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                unit = running.pop(future)
+                unit, core = running.pop(future)
+                cores.append(core)
                 future.result()
                 finished += 1
                 elapsed = time.monotonic() - started
@@ -57,8 +60,19 @@ def run_units(units: Sequence[Sequence[Member]], runs: Path, output: Path, worke
             begin()
 
 
-def run_unit(unit: Sequence[Member], runs: Path, output: Path) -> None:
-    """All members that share one reference, in a process of their own; each program's rows are written as it ends."""
+def _cores(workers: int) -> list[int | None]:
+    """A core for each worker; none where the system does not tell, or has fewer cores than workers."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return list(cores[:workers]) if workers <= len(cores) else [None] * workers
+
+
+def run_unit(unit: Sequence[Member], runs: Path, output: Path, core: int | None) -> None:
+    """All members that share one reference, in a process of their own; each program's rows are written as it ends.
+
+    On `core` alone: two that move between two cores take a quarter longer each.
+    """
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     log = output / "log" / f"{unit[0].task}-seed{unit[0].seed}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
