@@ -437,6 +437,9 @@ class LoggingConfig:
     log_every: int = setting("updates between two lines of metrics", 10, at_least=1)
     checkpoint_every: int = setting("updates between two checkpoints", 100, at_least=1)
     keep_checkpoints: int = setting("newest checkpoints kept for each stage", 2, at_least=1)
+    profile: bool = setting(
+        "write a trace of ten updates of each stage that trains, for TensorBoard or Perfetto", False, flag="--profile"
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -497,6 +500,12 @@ class ExperimentConfig:
     fsdp: int = setting("devices that share out parameters and optimizer state, beside the batch", 1, at_least=1)
     micro_batches: int = setting(
         "parts of a batch computed one after another, with one update from all of them (gradient accumulation)",
+        1,
+        at_least=1,
+    )
+    length_buckets: int = setting(
+        "lengths that the step is compiled for, an even share of the longest each; a batch is cut to the least that "
+        "holds it",
         1,
         at_least=1,
     )
@@ -850,6 +859,7 @@ NOT_IDENTITY = (
     "data_parallel",
     "fsdp",
     "micro_batches",
+    "length_buckets",
     "rematerialize",
     "distributed",
 )

@@ -407,6 +407,40 @@ def gather(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.n
     return batch
 
 
+#: The arrays that have a column for each position of a sequence, or of those that have a next one; the sequence ends
+#: where the mask, or the array of lengths, says.
+_BY_POSITION = {
+    "z_free_loss_mask": ("z_free_tokens", "z_free_loss_mask", "base_token_nll", "base_token_entropy"),
+    "suffix_loss_mask": ("suffix_tokens", "suffix_loss_mask"),
+    "prefix_lengths": ("prefix_tokens",),
+}
+
+
+def bucket_of_rows(arrays: Mapping[str, np.ndarray], buckets: int) -> np.ndarray:
+    """The least of `buckets` even shares of the columns that holds each record: int [N], 1 to `buckets`."""
+    needed = np.ones(len(next(iter(arrays.values()))), int)
+    for name, (first, *_) in _BY_POSITION.items():
+        if first in arrays:
+            width, ends = arrays[first].shape[1], arrays[name]
+            # A sequence ends with a supervised token.
+            lengths = ends if ends.ndim == 1 else width - np.argmax(ends[:, ::-1], axis=1)
+            needed = np.maximum(needed, -(-lengths * buckets // width))
+    return needed
+
+
+def cut_to_bucket(batch: Mapping[str, np.ndarray], bucket: int, buckets: int) -> dict[str, np.ndarray]:
+    """The batch without the columns beyond a bucket that holds all its records."""
+    cut = dict(batch)
+    for first, *rest in _BY_POSITION.values():
+        if first in batch:
+            width = batch[first].shape[1]
+            kept = -(-width * bucket // buckets)
+            for name in (first, *rest):
+                if name in batch:
+                    cut[name] = batch[name][:, : kept - (width - batch[name].shape[1])]
+    return cut
+
+
 def _check_batch(units: np.ndarray, batch_size: int) -> tuple[int, int]:
     num_units, group_size = units.shape
     if num_units == 0:

@@ -80,6 +80,7 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     """
     if config.distributed:
         join_cluster()
+    _keep_programs(Path(config.output_dir))
     first = jax.process_index() == 0
     console = Console(quiet=not first)
     dataset = load_dataset(config)
@@ -149,6 +150,7 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
             "strategies": list(dataset.task.strategies),
             "warnings": warnings,
             "seconds": clock.seconds,
+            "compile_seconds": clock.compile_seconds,
             "reference_directory": str(reference_dir),
             "versions": {"surprisal_jax": __version__, "jax": jax.__version__},
             "config": to_dict(config),
@@ -163,12 +165,27 @@ def run(config: ExperimentConfig, name: str = "run") -> Path:
     return directory
 
 
+def _keep_programs(output_dir: Path) -> None:
+    """Keep compiled programs beside the runs, where the user has not told jax of another directory."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(output_dir.absolute() / "compiled"))
+        # The programs of evaluation are small and many.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 class Clock:
-    """Seconds of wall time by stage, in this process."""
+    """Seconds of wall time by stage, in this process; `compile_seconds` are those of compiling, in all stages."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.compile_seconds = 0.0
         self._last = time.monotonic()
+        # It stays registered: a process makes few of these.
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.compile_seconds = round(self.compile_seconds + duration_secs, 3)
 
     def ends(self, stage: str) -> None:
         now = time.monotonic()

@@ -19,6 +19,8 @@ from surprisal_jax.config import DataConfig, InputError
 from surprisal_jax.data import (
     Record,
     batch_rows,
+    bucket_of_rows,
+    cut_to_bucket,
     evaluation_rows,
     gather,
     generate_records,
@@ -567,6 +569,33 @@ def test_gather_masks_what_is_no_row():
     batch["tokens"][:] = 0
     assert arrays["tokens"][2].tolist() == [9, 0], "a batch is a copy"
     assert arrays["loss_mask"][0].all()
+
+
+def test_a_bucket_is_the_least_that_holds_prefix_suffix_and_sequence():
+    arrays = {
+        "z_free_tokens": np.arange(4 * 9).reshape(4, 9),
+        "z_free_loss_mask": np.arange(9)[None] < np.asarray([3, 4, 9, 2])[:, None],
+        "base_token_nll": np.ones((4, 8), np.float32),
+        "suffix_tokens": np.arange(4 * 6).reshape(4, 6),
+        "suffix_loss_mask": np.arange(6)[None] < np.asarray([2, 2, 2, 2])[:, None],
+        "prefix_tokens": np.arange(4 * 4).reshape(4, 4),
+        "prefix_lengths": np.asarray([1, 1, 1, 3]),
+        "alignment_offsets": np.zeros(4, np.int32),
+    }
+    # Of three buckets: 3, 6 or 9 columns, 2, 4 or 6, and 2, 3 or 4.
+    np.testing.assert_array_equal(bucket_of_rows(arrays, 3), [1, 2, 3, 3])
+    np.testing.assert_array_equal(bucket_of_rows(arrays, 1), 1)
+    widths = {name: array.shape[1] for name, array in cut_to_bucket(arrays, 2, 3).items() if array.ndim == 2}
+    assert widths == {
+        "z_free_tokens": 6,
+        "z_free_loss_mask": 6,
+        "base_token_nll": 5,
+        "suffix_tokens": 4,
+        "suffix_loss_mask": 4,
+        "prefix_tokens": 3,
+    }
+    for name, array in cut_to_bucket(arrays, 3, 3).items():
+        np.testing.assert_array_equal(array, arrays[name])
 
 
 def test_gather_reads_arrays_on_disk(tmp_path):

@@ -173,7 +173,8 @@ def test_killed_in_two_stages_and_started_again_it_ends_with_the_same_bits(
     flags = ("--output-dir", str(tmp_path))
     start_and_kill(config, tmp_path / reference.name / "metrics.jsonl", "reference", 15, *flags)
     start_and_kill(config, tmp_path / run.name / "metrics.jsonl", "disentangle", 15, *flags)
-    start(config, *flags)
+    start(config, *flags, "--profile", "true")
+    assert list((tmp_path / run.name / "profile" / "disentangle").rglob("*.xplane.pb"))
     for directory in (reference, run):
         expected, found = final_parameters(directory), final_parameters(tmp_path / directory.name)
         assert len(expected) == len(found) > 10

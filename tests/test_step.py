@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 from step_fixture import CONFIG, StepFixture, assert_trees_close
 
 from surprisal_jax import losses
+from surprisal_jax.data import bucket_of_rows, cut_to_bucket, gather
 from surprisal_jax.training.sharding import (
     BATCH_AXES,
     compile_with_pmap,
@@ -22,6 +24,7 @@ from surprisal_jax.training.sharding import (
     put_batch,
     put_on_mesh,
 )
+from surprisal_jax.training.stages import Workplace
 from surprisal_jax.training.step import Hyperparameters
 
 DEVICES = 8
@@ -37,6 +40,33 @@ settings = pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS.ke
 
 def zero_like(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)
+
+
+def test_a_batch_cut_to_its_bucket_has_the_same_value_and_gradient() -> None:
+    fixture = StepFixture()
+    arrays = {name: values for name, values in fixture.batch.items() if name != "example_mask"}
+    buckets = bucket_of_rows(arrays, 8)
+    shortest = np.argsort(buckets)[: np.sum(buckets < 8)]
+    batch = gather({name: values[shortest] for name, values in arrays.items()}, np.asarray([0, 1, 2, -1, 4, 5]))
+    cut = cut_to_bucket(batch, 7, 8)
+    assert cut["suffix_tokens"].shape[1] < batch["suffix_tokens"].shape[1]
+    (expected, _), gradient = fixture.value_and_gradient(batch)
+    (value, _), cut_gradient = fixture.value_and_gradient(cut)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert_trees_close(cut_gradient, gradient, 1e-6)
+
+
+def test_a_row_that_fills_a_batch_up_fits_its_bucket_too() -> None:
+    """It repeats row 0, here the longest."""
+    fixture = StepFixture(length_buckets=8, data_parallel=1)
+    arrays = {name: values for name, values in fixture.batch.items() if name != "example_mask"}
+    order = np.argsort(-bucket_of_rows(arrays, 8))
+    arrays = {name: values[order] for name, values in arrays.items()}
+    place = Workplace(fixture.config, SimpleNamespace(arrays=arrays), make_mesh(fixture.config))
+    batch = place.gather_here(arrays, np.asarray([15, 14, 13, -1]))
+    assert (batch["prefix_lengths"] <= batch["prefix_tokens"].shape[1]).all()
+    whole = place.gather_here(arrays, np.asarray([15, 14, 13, 12]))
+    assert whole["suffix_tokens"].shape[1] < batch["suffix_tokens"].shape[1] == arrays["suffix_tokens"].shape[1]
 
 
 # ---------------------------------------------------------------------------------------------- what the terms are

@@ -20,6 +20,9 @@ from surprisal_jax.training.sharding import put_batch, put_on_mesh
 #: array.
 Evaluate = Callable[[Mapping[str, Any], int], tuple[Mapping[str, Any], Mapping[str, float]]]
 
+#: Updates before those of a trace, among them the ones that compile; and those in it.
+_NOT_TRACED, _TRACED = 10, 10
+
 
 def train(
     stage: str,
@@ -47,7 +50,7 @@ def train(
         would wait for the step before.
       begin: called on the carry before the first step, not where a checkpoint is there.
       evaluate: called after every `evaluate_every` steps and after the last, on the whole carry.
-      directory: of the stage: `checkpoints/`, `metrics.jsonl` and `tensorboard/` go there.
+      directory: of the stage: `checkpoints/`, `metrics.jsonl`, `tensorboard/` and `profile/` go there.
 
     Returns:
       The carry after the last step, which is on disk as well.
@@ -63,10 +66,21 @@ def train(
             carry = put_on_mesh(dict(begin(carry)), mesh)
         if start == total_steps:
             return carry
-        with StageLog(stage, total_steps, start, directory, logging.log_every) as log:
+        with (
+            StageLog(stage, total_steps, start, directory, logging.log_every) as log,
+            contextlib.ExitStack() as traced,
+        ):
             for step in range(start, total_steps):
-                carry["state"], metrics = train_step(carry["state"], put_batch(batch_at(carry, step), mesh))
+                if logging.profile and step == start + _NOT_TRACED:
+                    traced.enter_context(jax.profiler.trace(directory / "profile" / stage))
+                batch = put_batch(batch_at(carry, step), mesh)
+                # Whatever a step reads is on the device by now.
+                with jax.transfer_guard("disallow"):
+                    carry["state"], metrics = train_step(carry["state"], batch)
                 done = step + 1
+                if done == start + _NOT_TRACED + _TRACED:
+                    jax.block_until_ready(carry["state"])
+                    traced.close()
                 last = done == total_steps
                 measured: dict[str, Any] = {}
                 if done % evaluate_every == 0 or last:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from surprisal_jax import losses
 from surprisal_jax.config import ExperimentConfig
-from surprisal_jax.data import batch_rows, evaluation_rows, gather, units
+from surprisal_jax.data import batch_rows, bucket_of_rows, cut_to_bucket, evaluation_rows, gather, units
 from surprisal_jax.dataset import Dataset
 from surprisal_jax.models.latent import PosteriorNetwork, redraw_latent_embeddings
 from surprisal_jax.models.transformer import Decoder, new_module
@@ -78,8 +78,15 @@ class Workplace:
         return rows
 
     def gather_here(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
-        """This process's part of a batch of these rows."""
-        return gather(arrays, rows[rows_here(len(rows), self.mesh)])
+        """This process's part of a batch of these rows, no longer than the bucket that holds all of them."""
+        batch, buckets = gather(arrays, rows[rows_here(len(rows), self.mesh)]), self.config.length_buckets
+        return batch if buckets == 1 else cut_to_bucket(batch, int(self._bucket_of_rows[rows].max()), buckets)
+
+    @cached_property
+    def _bucket_of_rows(self) -> np.ndarray:
+        """With a last one for a row of -1, which repeats row 0."""
+        buckets = bucket_of_rows(self.dataset.arrays, self.config.length_buckets)
+        return np.append(buckets, buckets[0])
 
     def chunks(self, rows: np.ndarray) -> np.ndarray:
         """One pass over the given rows, in order, in batches, the last filled up with rows of -1."""
