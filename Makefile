@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train study test check clean
+.PHONY: help setup train study bench test check clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,9 @@ train: setup ## run the four stages of the default experiment, or go on with the
 
 study: setup ## run what the study lacks, into docs/study
 	$(PYTHON) -m surprisal_jax.study $(ARGS)
+
+bench: setup ## measure side by side, into benchmarks/RESULTS.md
+	$(PYTHON) -m benchmarks $(ARGS)
 
 test: setup ## run the tests
 	$(PYTHON) -m pytest $(ARGS)

@@ -1,1 +1,1 @@
-"""Programs that measure; so far what reads a compiled program, for the tests."""
+"""Programs that measure side by side, and what reads a compiled program."""

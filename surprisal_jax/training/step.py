@@ -208,19 +208,7 @@ class LatentStep:
         """Weights, router and the six terms under every latent: one prefix an example, K suffixes on it."""
         mask = batch["suffix_loss_mask"][:, 1:]
         decoder = nnx.merge(self.decoder, params)
-        lengths = batch["prefix_lengths"]
-        prefix = decoder.prefix(batch["prefix_tokens"], lengths, suffix_start(lengths))
-        tokens = branch_tokens(batch["suffix_tokens"], self.latent_ids)  # [B, K, U]
-        hidden = decoder.suffix(tokens, prefix)  # [B, K, U, D]
-        token_nll = losses.masked_token_nll_from_hidden(
-            hidden,
-            decoder.unembedding,
-            tokens,
-            jnp.broadcast_to(batch["suffix_loss_mask"][:, None, :], tokens.shape),
-            chunk_size=self.chunk_size,
-            precision=self.logit_precision,
-        )  # [B, K, U-1]
-        log_router = router_log_probs(decoder, prefix, self.latent_ids)
+        hidden, log_router, token_nll = self.branches(decoder, batch)
         weighting = weigh_batch(
             {**batch, **self.reference_scores(batch, reference_params)},
             hyperparameters,
@@ -246,6 +234,27 @@ class LatentStep:
             hidden=hidden,
             unembedding=decoder.unembedding,
         )
+
+    def branches(self, decoder: Decoder, batch: Batch) -> tuple[Array, Array, Array]:
+        """Under every latent the hidden states [B, K, U, D] and NLL [B, K, U-1] of the suffix, and the router [B, K]
+        between them."""
+        tokens = branch_tokens(batch["suffix_tokens"], self.latent_ids)  # [B, K, U]
+        hidden, log_router = self.hidden_states(decoder, batch, tokens)
+        token_nll = losses.masked_token_nll_from_hidden(
+            hidden,
+            decoder.unembedding,
+            tokens,
+            jnp.broadcast_to(batch["suffix_loss_mask"][:, None, :], tokens.shape),
+            chunk_size=self.chunk_size,
+            precision=self.logit_precision,
+        )
+        return hidden, log_router, token_nll
+
+    def hidden_states(self, decoder: Decoder, batch: Batch, tokens: Array) -> tuple[Array, Array]:
+        """Hidden states of the suffixes [B, K, U], on a prefix that is computed once, and the router."""
+        lengths = batch["prefix_lengths"]
+        prefix = decoder.prefix(batch["prefix_tokens"], lengths, suffix_start(lengths))
+        return decoder.suffix(tokens, prefix), router_log_probs(decoder, prefix, self.latent_ids)
 
     def evaluate(self, params: Mapping[str, Any], batch: Batch, hyperparameters: Hyperparameters) -> Evaluation:
         """What evaluation reads of each example, one latent an example, from stored scores whatever the step does."""
