@@ -8,6 +8,7 @@ CONFIG ?= configs/grid_pathfinding.yaml
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+TORCH_PYTHON := .venv-torch/bin/python
 # Made last, so that an installation that was cut short is done again.
 STAMP := $(VENV)/.installed
 
@@ -42,7 +43,10 @@ train: setup ## run the four stages of the default experiment, or go on with the
 study: setup ## run what the study lacks, into docs/study
 	$(PYTHON) -m surprisal_jax.study $(ARGS)
 
-bench: setup ## measure side by side, into benchmarks/RESULTS.md
+bench: setup ## measure side by side, also with PyTorch in .venv-torch, into benchmarks/RESULTS.md
+	@$(TORCH_PYTHON) -c 'import torch' 2>/dev/null || { \
+		$(PYTHON) -m venv --clear .venv-torch && \
+		$(TORCH_PYTHON) -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'numpy<3'; }
 	$(PYTHON) -m benchmarks $(ARGS)
 
 test: setup ## run the tests
@@ -54,5 +58,5 @@ check: setup ## lint, formatting and types, as CI runs them
 	$(VENV)/bin/mypy
 
 clean: ## remove .venv, caches and build files, and keep the runs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-torch build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from benchmarks import head, matmuls, step
+from benchmarks.peers import compare
 from benchmarks.timing import Row, table
 from surprisal_jax import __version__
 from surprisal_jax.files import write_text
@@ -20,6 +21,7 @@ PROGRAMS: dict[str, Callable[[int], list[Row]]] = {
     "step": step.parts,
     "prefix": step.prefix,
     "matmuls": matmuls.rows,
+    "peers": compare.rows,
 }
 
 

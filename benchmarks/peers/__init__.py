@@ -1,0 +1,1 @@
+"""The same work in another framework, in an environment of its own."""
