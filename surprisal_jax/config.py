@@ -437,9 +437,6 @@ class LoggingConfig:
     log_every: int = setting("updates between two lines of metrics", 10, at_least=1)
     checkpoint_every: int = setting("updates between two checkpoints", 100, at_least=1)
     keep_checkpoints: int = setting("newest checkpoints kept for each stage", 2, at_least=1)
-    profile: bool = setting(
-        "write a trace of ten updates of each stage that trains, for TensorBoard or Perfetto", False, flag="--profile"
-    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -512,6 +509,9 @@ class ExperimentConfig:
     rematerialize: bool = setting("compute each layer again in the backward pass and keep only its input", False)
     distributed: bool = setting(
         "this process is one of several that a cluster started (a TPU pod, Slurm, Open MPI)", False
+    )
+    profile: bool = setting(
+        "write a trace of ten updates of each stage that trains, for TensorBoard or Perfetto", False
     )
     reconstruction: ReconstructionLossConfig = ReconstructionLossConfig()
     model: ModelConfig = ModelConfig()
@@ -862,6 +862,7 @@ NOT_IDENTITY = (
     "length_buckets",
     "rematerialize",
     "distributed",
+    "profile",
 )
 
 

@@ -57,8 +57,10 @@ DEFAULTS: dict[str, Any] = {
     "data_parallel": None,
     "fsdp": 1,
     "micro_batches": 1,
+    "length_buckets": 1,
     "rematerialize": False,
     "distributed": False,
+    "profile": False,
     "reconstruction": {
         "raw_weight": 1.0,
         "baseline_normalized_weight": 0.0,
@@ -529,7 +531,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 #: How much is computed at once and where: not what.
-EXECUTION = ("fsdp", "micro_batches", "rematerialize")
+EXECUTION = ("fsdp", "micro_batches", "length_buckets", "rematerialize", "profile")
 
 
 def test_the_identity_is_the_hash_of_what_decides_the_result() -> None:

@@ -38,6 +38,7 @@ def train(
     directory: Path,
     mesh: Mesh,
     logging: LoggingConfig,
+    profile: bool,
 ) -> dict[str, Any]:
     """Run a stage to its last step, from its newest checkpoint where there is one.
 
@@ -71,7 +72,7 @@ def train(
             contextlib.ExitStack() as traced,
         ):
             for step in range(start, total_steps):
-                if logging.profile and step == start + _NOT_TRACED:
+                if profile and step == start + _NOT_TRACED:
                     traced.enter_context(jax.profiler.trace(directory / "profile" / stage))
                 batch = put_batch(batch_at(carry, step), mesh)
                 # Whatever a step reads is on the device by now.

@@ -27,6 +27,7 @@ from surprisal_jax.training.sharding import (
     compile_step,
     first_process_first,
     over_mesh,
+    put_on_mesh,
     put_rows,
     rows_here,
 )
@@ -148,6 +149,7 @@ def train_reference(place: Workplace, directory: Path) -> Reference:
         directory=directory,
         mesh=place.mesh,
         logging=config.logging,
+        profile=config.profile,
     )
     return Reference(step, compiled_score, carry["best_params"], float(carry["best_loss"]))
 
@@ -286,6 +288,8 @@ def disentangle(
     config = place.config
     compiled = compile_step(over_mesh(step, place.mesh))
     frozen = reference.params if step.online_reference else None
+    # Once, and not in every step.
+    hyperparameters = put_on_mesh(hyperparameters, place.mesh)
     carry = train(
         "disentangle",
         carry,
@@ -299,6 +303,7 @@ def disentangle(
         directory=directory,
         mesh=place.mesh,
         logging=config.logging,
+        profile=config.profile,
     )
     params: dict[str, Any] = carry["state"].params
     return params
