@@ -381,6 +381,7 @@ def test_a_stage_stopped_between_looks_goes_on_with_what_is_held(tmp_path: Path,
             directory=directory,
             mesh=stage.place.mesh,
             logging=config.logging,
+            profile=config.profile,
         )
         return np.asarray(carry["state"].params["model"]["embedding"])
 

@@ -110,11 +110,11 @@ def test_members_of_one_program_are_what_each_is_alone(tmp_path: Path, monkeypat
 
 
 def test_the_command_runs_nothing_that_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    member = Member("grid_pathfinding", 0, "default")
+    member = Member("grid_pathfinding", 10, "default")
     row = dict.fromkeys(RESULT_COLUMNS, "")
     row |= {**vars(member), "identity": run_identity(configuration(member, "runs"))}
     append_rows(tmp_path / "results.csv", RESULT_COLUMNS, [row])
-    flags = ["--output", str(tmp_path), "--block", "everywhere", "--seed", "0", "--setting", "default", "--hours", "0"]
+    flags = ["--output", str(tmp_path), "--block", "everywhere", "--seed", "10", "--setting", "default", "--hours", "0"]
     assert main(flags) == 0
     assert capsys.readouterr().out.startswith("6 runs, 1 done; 5 references to go")
 
