@@ -98,6 +98,16 @@ def test_the_page_has_every_run_and_loads_nothing():
     assert study_page(rows, curves) == page
 
 
+def test_members_of_one_program_share_the_hours_of_all_stages_but_evaluate():
+    stages = {f"seconds_{stage}": 3600.0 for stage in SECONDS}
+    rows = {Member("grid_pathfinding", 10, "default"): row(alignment_one_to_one=1, members=4, **stages)}
+    page = study_page(rows, [])
+    table = re.sub(r"<[^>]*>", " ", page[page.index(">Time<") :])
+    for stage in SECONDS:
+        hours = 1.0 if stage == "evaluate" else 0.25
+        assert re.search(rf"\b{stage}\s+{hours:.2f}\s+1\b", table), stage
+
+
 def test_only_runs_that_trained_their_reference_alone_have_a_time():
     stages = {f"seconds_{stage}": 60.0 for stage in SECONDS}
     seeds = iter(FROZEN.seeds)

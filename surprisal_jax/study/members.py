@@ -84,7 +84,7 @@ def run_members(configs: Mapping[Member, ExperimentConfig], output: Path) -> Non
 
 @dataclass(frozen=True)
 class Result:
-    """What one member gave. `seconds` by stage; those of `disentangle` are of all members of its program together."""
+    """What one member gave. `seconds` by stage; all but `evaluate` is of its program's members together."""
 
     metrics: dict[str, float | None]
     table: list[list[float]] | None  # latents x strategies

@@ -13,7 +13,7 @@ from surprisal_jax.evaluation.report import METRICS
 from surprisal_jax.study.plan import Member
 
 SECONDS = ("reference", "sample", "score", "disentangle", "evaluate")
-#: `identity` is that of the run's configuration; `members` share the seconds of the disentangle stage.
+#: `identity` is that of the run's configuration; `members` share the seconds of all stages but evaluate.
 RESULT_COLUMNS = (
     "task",
     "seed",
