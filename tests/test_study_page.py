@@ -47,6 +47,10 @@ def test_the_interval_is_the_percentile_bootstrap_over_pairs():
     ).confidence_interval
     assert found is not None and found.interval == pytest.approx(tuple(expected), abs=0.02)
     assert paired_difference(rows, "default", "amortized", "alignment_one_to_one") == found, "the same every time"
+    backwards = dict(reversed(rows.items()))
+    assert paired_difference(backwards, "default", "amortized", "alignment_one_to_one") == found, "in whatever order"
+    opposite = paired_difference(rows, "amortized", "default", "alignment_one_to_one")
+    assert opposite.interval == (-found.interval[1], -found.interval[0])
 
 
 def test_steps_to_aligned():

@@ -119,12 +119,15 @@ def paired_difference(
             differences.append(value - compared)
     if not differences:
         return None
-    values = np.sort(differences)  # the order of the rows does not decide the interval
-    if len(values) < 3:
-        return Difference(len(values), float(values.mean()), None)
-    drawn = np.random.default_rng(0).integers(len(values), size=(9999, len(values)))
-    low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
-    return Difference(len(values), float(values.mean()), (float(low), float(high)))
+    pairs, mean = len(differences), float(np.mean(differences))
+    if pairs < 3:
+        return Difference(pairs, mean, None)
+    # Drawn from one order and sign, so that neither the order of the rows nor which setting is named first decides.
+    sign = -1.0 if mean < 0 else 1.0
+    values = np.sort(sign * np.asarray(differences))
+    drawn = np.random.default_rng(0).integers(pairs, size=(9999, pairs))
+    low, high = sorted(sign * np.quantile(values[drawn].mean(axis=1), (0.025, 0.975)))
+    return Difference(pairs, mean, (float(low), float(high)))
 
 
 def steps_to_aligned(points: Sequence[tuple[int, float]]) -> int | None:
